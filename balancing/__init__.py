@@ -48,7 +48,10 @@ __all__ = [
     "plan_statistics",
 ]
 
-_ANALYSIS = {"explain": "balancing.analysis.explain", "plan_statistics": "balancing.analysis.statistics"}
+_ANALYSIS = {
+    "explain": "balancing.analysis.explain",
+    "plan_statistics": "balancing.analysis.statistics",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from balancing.analysis.comparison import OURS, SMALL_ENDS, STRATEGIES, Batch, Outcome, compare
+from balancing.analysis.comparison import (
+    OURS,
+    SMALL_ENDS,
+    STRATEGIES,
+    Batch,
+    Outcome,
+    compare,
+)
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.explain import explain
 from balancing.analysis.gantt import Chart, chart_of_ranks, chart_of_stages, figure_of
@@ -70,14 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except OSError as problem:  # which names no option on a full disk
         file = problem.filename or options.png or options.lengths
-        sys.stderr.write(f"error: {_printable(f'{file}: {problem.strerror or problem}.')}\n")
+        sys.stderr.write(
+            f"error: {_printable(f'{file}: {problem.strerror or problem}.')}\n"
+        )
         return 2
     return 0
 
 
 def _printable(text: str) -> str:
     """Escape line ends and characters that steer a terminal, as a file's name may hold them."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -98,40 +110,63 @@ def _run(options: argparse.Namespace) -> None:
     names = [name for name in outcomes if not name.startswith(OURS)]
     baseline = options.before or (SMALL_ENDS if batch.pipeline else names[0])
     if baseline not in names:
-        raise OptionError(f"--before {baseline}: not compared here. Choose one of {', '.join(names)}.")
+        raise OptionError(
+            f"--before {baseline}: not compared here. Choose one of {', '.join(names)}."
+        )
     console.print(_table(batch, list(outcomes.values())))
-    console.print(f"\n{explain(batch.plan(**batch.prefixes))}", markup=False, highlight=False)
+    console.print(
+        f"\n{explain(batch.plan(**batch.prefixes))}", markup=False, highlight=False
+    )
     if options.png:
-        figure_of([_chart(batch, outcomes[name]) for name in (baseline, OURS)]).savefig(options.png, dpi=160)
+        figure_of([_chart(batch, outcomes[name]) for name in (baseline, OURS)]).savefig(
+            options.png, dpi=160
+        )
 
 
 def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
     lengths = _lengths(options)
     arguments = {name: value for name, value in recorded.items() if name not in PREFIXES}
-    arguments |= {name: getattr(options, name) for name in ("ranks", "max_tokens") if getattr(options, name)}
+    arguments |= {
+        name: getattr(options, name)
+        for name in ("ranks", "max_tokens")
+        if getattr(options, name)
+    }
     if arguments.setdefault("ranks", RANKS) > len(lengths):
-        raise OptionError(f"--ranks {arguments['ranks']}: more than the {len(lengths)} sequences. Lower it.")
+        raise OptionError(
+            f"--ranks {arguments['ranks']}: more than the {len(lengths)} sequences. Lower it."
+        )
     # The adversarial distributions are made for their cap.
     cap = DEFAULT_CAP if options.distribution in ADVERSARIAL else 2 * int(lengths.max())
     arguments.setdefault("max_tokens", cap)
     if options.mini_batches or "mini_batches" not in arguments:
         count = options.mini_batches or MINI_BATCHES
         if count > len(lengths):
-            raise OptionError(f"--mini-batches {count}: more than the {len(lengths)} sequences. Lower it.")
+            raise OptionError(
+                f"--mini-batches {count}: more than the {len(lengths)} sequences. Lower it."
+            )
         drawn = np.random.default_rng(options.seed).permutation(len(lengths))
         arguments["mini_batches"] = [np.sort(rows) for rows in np.array_split(drawn, count)]
     if options.model or "cost_model" not in arguments:
         arguments["cost_model"] = CostModel.from_model_config(_config(options.model))
     if options.virtual_stages and not options.pipeline:
-        raise OptionError("--virtual-stages cuts the stages of a pipeline. Give --pipeline too.")
+        raise OptionError(
+            "--virtual-stages cuts the stages of a pipeline. Give --pipeline too."
+        )
     if options.pipeline:
-        arguments |= {"pipeline": Pipeline(options.pipeline, options.virtual_stages or 1), "order": None}
+        arguments |= {
+            "pipeline": Pipeline(options.pipeline, options.virtual_stages or 1),
+            "order": None,
+        }
     if options.pipeline and options.context_parallel:
-        raise OptionError("--context-parallel does not work with --pipeline. Give one of them.")
+        raise OptionError(
+            "--context-parallel does not work with --pipeline. Give one of them."
+        )
     if options.context_parallel:
         share = exchange_share(_config(options.model))
         arguments["context_degrees"] = ContextDegrees(options.context_parallel, share)
-    prefixes = _prefixes(options) or {name: recorded[name] for name in PREFIXES if name in recorded}
+    prefixes = _prefixes(options) or {
+        name: recorded[name] for name in PREFIXES if name in recorded
+    }
     return Batch(lengths, arguments, prefixes)
 
 
@@ -140,19 +175,29 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
         raise OptionError("give either a file of lengths or --distribution NAME")
     if options.lengths is not None:
         return read_lengths(options.lengths, column=options.column, step=options.step)
-    return draw(options.distribution, options.count, options.seed, cap=options.max_tokens or DEFAULT_CAP)
+    return draw(
+        options.distribution,
+        options.count,
+        options.seed,
+        cap=options.max_tokens or DEFAULT_CAP,
+    )
 
 
 def _prefixes(options: argparse.Namespace) -> dict[str, NDArray[np.int64]]:
     if (options.group_column is None) != (options.prefix_column is None):
-        raise OptionError("--group-column and --prefix-column go together. Give both, or neither.")
+        raise OptionError(
+            "--group-column and --prefix-column go together. Give both, or neither."
+        )
     if options.group_column is None:
         return {}
     if options.lengths is None:
         raise OptionError("--group-column names a column of a file of lengths. Give one.")
     names = [str(name) for name in read_column(options.lengths, options.group_column)]
     tokens = read_lengths(options.lengths, column=options.prefix_column, minimum=0)
-    return {"prefix_groups": np.unique(names, return_inverse=True)[1], "prefix_lengths": tokens}
+    return {
+        "prefix_groups": np.unique(names, return_inverse=True)[1],
+        "prefix_lengths": tokens,
+    }
 
 
 def _config(path: Path | None) -> dict[str, Any]:
@@ -176,11 +221,22 @@ def _table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
     columns = ["strategy", *outcomes[0].figures, "to plan"]
     for name in columns:
         justify: Any = "left" if name == "strategy" else "right"
-        table.add_column(name.replace(" ", "\n").replace("-", "-\n"), justify=justify, no_wrap=True)
+        table.add_column(
+            name.replace(" ", "\n").replace("-", "-\n"), justify=justify, no_wrap=True
+        )
     for outcome in outcomes:
         cells = [_cell(name, value) for name, value in outcome.figures.items()]
-        seconds = f"{outcome.seconds:,.2f} s" if outcome.seconds >= 1 else f"{1e3 * outcome.seconds:.1f} ms"
-        table.add_row(outcome.name, *cells, seconds, style="bold" if outcome.name.startswith(OURS) else None)
+        seconds = (
+            f"{outcome.seconds:,.2f} s"
+            if outcome.seconds >= 1
+            else f"{1e3 * outcome.seconds:.1f} ms"
+        )
+        table.add_row(
+            outcome.name,
+            *cells,
+            seconds,
+            style="bold" if outcome.name.startswith(OURS) else None,
+        )
     return table
 
 
@@ -193,14 +249,27 @@ def _cell(name: str, value: float) -> str:
 
 def _headline(batch: Batch) -> str:
     defaults = {
-        name: parameter.default for name, parameter in inspect.signature(plan_batch).parameters.items()
+        name: parameter.default
+        for name, parameter in inspect.signature(plan_batch).parameters.items()
     }
-    shown_arguments = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline", "images"}
+    shown_arguments = {
+        "ranks",
+        "mini_batches",
+        "max_tokens",
+        "cost_model",
+        "order",
+        "pipeline",
+        "images",
+    }
     other_arguments = [
-        f"{k}={v}" for k, v in batch.arguments.items() if k not in shown_arguments and v != defaults[k]
+        f"{k}={v}"
+        for k, v in batch.arguments.items()
+        if k not in shown_arguments and v != defaults[k]
     ]
     counts = f"ranks: {batch.arguments['ranks']}, mini-batches: {len(batch.arguments['mini_batches'])}"
-    plan = ", ".join([counts, f"max_tokens={batch.arguments['max_tokens']:,}", *other_arguments])
+    plan = ", ".join(
+        [counts, f"max_tokens={batch.arguments['max_tokens']:,}", *other_arguments]
+    )
     stages = f", stages: {batch.pipeline.stages}" if batch.pipeline else ""
     if batch.pipeline and batch.pipeline.virtual_stages > 1:
         stages += f" of {batch.pipeline.virtual_stages} virtual stages"
@@ -234,43 +303,90 @@ def _sequences(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m balancing",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     source = parser.add_argument_group("lengths")
     add = source.add_argument
-    add("lengths", nargs="?", type=Path, help=".json, .jsonl, .csv, .parquet, or the folder of a run")
+    add(
+        "lengths",
+        nargs="?",
+        type=Path,
+        help=".json, .jsonl, .csv, .parquet, or the folder of a run",
+    )
     add("--column", help="key or column of the lengths (length, tokens, ...)")
     add("--step", type=int, help="step of a run (the last)")
-    add("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
+    add(
+        "--distribution",
+        choices=tuple(DISTRIBUTIONS),
+        metavar="NAME",
+        help=", ".join(DISTRIBUTIONS),
+    )
     add("--count", type=_sequences, default=2048, help="sequences to draw (2048)")
-    add("--seed", type=_at_least_zero, default=0, help="of the draw and of the mini-batches (0)")
+    add(
+        "--seed",
+        type=_at_least_zero,
+        default=0,
+        help="of the draw and of the mini-batches (0)",
+    )
     add(
         "--group-column",
         metavar="NAME",
         help="key or column that is equal for sequences with a shared prefix",
     )
-    add("--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix")
+    add(
+        "--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix"
+    )
     how = parser.add_argument_group(
         "plan", "Defaults in brackets. A run's folder brings the arguments of its plans."
     )
     add = how.add_argument
     add("--ranks", type=_at_least_one, help=f"data-parallel ranks ({RANKS})")
-    add("--mini-batches", type=_at_least_one, metavar="N", help=f"drawn at random ({MINI_BATCHES})")
+    add(
+        "--mini-batches",
+        type=_at_least_one,
+        metavar="N",
+        help=f"drawn at random ({MINI_BATCHES})",
+    )
     add(
         "--max-tokens",
         type=_at_least_one,
         metavar="N",
         help="cap of a micro-batch (twice the longest sequence)",
     )
-    add("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
-    add("--pipeline", type=_at_least_one, metavar="P", help="pipeline stages on each rank (no pipeline)")
-    add("--context-parallel", type=_at_least_one, metavar="C", help="most ranks that share a sequence (1)")
-    add("--virtual-stages", type=_at_least_one, metavar="V", help="chunks of layers on each stage (1)")
+    add(
+        "--model",
+        type=Path,
+        metavar="CONFIG",
+        help="Hugging Face config.json or its folder (a 7B)",
+    )
+    add(
+        "--pipeline",
+        type=_at_least_one,
+        metavar="P",
+        help="pipeline stages on each rank (no pipeline)",
+    )
+    add(
+        "--context-parallel",
+        type=_at_least_one,
+        metavar="C",
+        help="most ranks that share a sequence (1)",
+    )
+    add(
+        "--virtual-stages",
+        type=_at_least_one,
+        metavar="V",
+        help="chunks of layers on each stage (1)",
+    )
     picture = parser.add_argument_group("picture")
     picture.add_argument("--png", type=Path, help="Gantt charts before and after")
     named = [*STRATEGIES[:-1], SMALL_ENDS]
     picture.add_argument(
-        "--before", choices=named, metavar="NAME", help=f"the upper chart: {', '.join(named)}"
+        "--before",
+        choices=named,
+        metavar="NAME",
+        help=f"the upper chart: {', '.join(named)}",
     )
     return parser
 

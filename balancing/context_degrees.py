@@ -57,9 +57,13 @@ class ContextDegrees:
     def __post_init__(self) -> None:
         most = positive_integer(self.maximum, "maximum")
         if most & (most - 1):
-            raise OptionError(f"maximum={most} of ContextDegrees must be a power of two. Set 2, 4, 8, ...")
+            raise OptionError(
+                f"maximum={most} of ContextDegrees must be a power of two. Set 2, 4, 8, ..."
+            )
         if not np.isfinite(self.exchange) or self.exchange < 0:
-            raise OptionError(f"exchange={self.exchange!r} of ContextDegrees must be finite and >= 0")
+            raise OptionError(
+                f"exchange={self.exchange!r} of ContextDegrees must be finite and >= 0"
+            )
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -78,7 +82,11 @@ class ContextDegrees:
         )
 
     def workload(
-        self, model: CostModel, lengths: Integers, images: Images | None, degree_of: Integers
+        self,
+        model: CostModel,
+        lengths: Integers,
+        images: Images | None,
+        degree_of: Integers,
     ) -> Floats:
         """Return the cost of each sequence over all ranks that share it. degree_of: int64 [n]."""
         work = np.empty(len(lengths))
@@ -103,7 +111,9 @@ Cuts = tuple[tuple[int, int], ...]
 """(degree, stop) of each class. It begins where the class before stops."""
 
 
-def fastest_parts(rows: Integers, classes: "Classes", min_count: int, plan: PlanPart) -> list[Part]:
+def fastest_parts(
+    rows: Integers, classes: "Classes", min_count: int, plan: PlanPart
+) -> list[Part]:
     """Return the fastest plan found. rows: int64 [n], as in `classes`. Raises CountError if no plan has
     `min_count`.
     """
@@ -136,7 +146,11 @@ def _planned(rows: Integers, cuts: Cuts, min_count: int, plan: PlanPart) -> list
     parts = list[Part]()
     start = 0
     for number, (degree, stop) in enumerate(cuts, start=1):
-        missing = min_count - sum(part.schedule.steps for part in parts) if number == len(cuts) else 1
+        missing = (
+            min_count - sum(part.schedule.steps for part in parts)
+            if number == len(cuts)
+            else 1
+        )
         parts.append(plan(degree, rows[start:stop], max(1, missing)))
         start = stop
     return parts
@@ -164,8 +178,13 @@ class Classes:
         self._sizes = sizes
         self._weights = weights
         self._tokens = np.append(0.0, np.cumsum(tokens))
-        self._work = {degree: np.append(0.0, np.cumsum(degree_work)) for degree, degree_work in work.items()}
-        needed = 2 ** np.ceil(np.log2(np.maximum(1, -(-sizes // max_tokens)))).astype(np.int64)
+        self._work = {
+            degree: np.append(0.0, np.cumsum(degree_work))
+            for degree, degree_work in work.items()
+        }
+        needed = 2 ** np.ceil(np.log2(np.maximum(1, -(-sizes // max_tokens)))).astype(
+            np.int64
+        )
         self.least = np.append(np.maximum.accumulate(needed[::-1])[::-1], 1)
         """int64 [n + 1], the least degree whose cap holds every sequence from i on."""
         self._fastest: Any = cache(self._fastest_from)
@@ -201,7 +220,9 @@ class Classes:
         least = self._fastest(degree // 2, start)[0]
         for stop, time in self._micro_steps(degree, start):
             evenly = time + float(self._work[1][-1] - self._work[1][stop]) / self._ranks
-            if evenly >= least * (1 + SLACK) or attempts > STEPS_TRIED[-1]:  # later cuts are slower still
+            if (
+                evenly >= least * (1 + SLACK) or attempts > STEPS_TRIED[-1]
+            ):  # later cuts are slower still
                 return
             if self.least[stop] <= degree // 2 and stop < len(self._sizes):
                 attempts += 1
@@ -229,10 +250,17 @@ class Classes:
         level = float(self._weights[degree][start])
         work = self._work[degree]
         full = np.searchsorted(work, work[start] + blocks * level * (1 + 1e-9), "right") - 1
-        held = np.searchsorted(self._tokens, self._tokens[start] + self._ranks * self._cap, "right") - 1
+        held = (
+            np.searchsorted(
+                self._tokens, self._tokens[start] + self._ranks * self._cap, "right"
+            )
+            - 1
+        )
         stop = max(start + 1, int(min(full, held)))
         apart = start + blocks
-        if stop > apart and self._sizes[apart] > self._cap * degree // 2:  # no two of these fit together
+        if (
+            stop > apart and self._sizes[apart] > self._cap * degree // 2
+        ):  # no two of these fit together
             stop = apart
         return stop, level
 
@@ -246,7 +274,9 @@ class Classes:
         every = len(self._sizes)
         while start < every:
             rest_time = float(work[-1] - work[start]) / blocks
-            steps = np.ceil((self._tokens[-1] - self._tokens[start]) / (self._ranks * self._cap))
+            steps = np.ceil(
+                (self._tokens[-1] - self._tokens[start]) / (self._ranks * self._cap)
+            )
             if self._weights[degree][start] * steps <= rest_time:
                 return time + rest_time
             start, level = self._next(degree, start)

@@ -85,19 +85,27 @@ def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float
     merged = merged or 1 / (top.get("downsample_ratio") or 1)
     kind = str(vision.get("model_type"))
     patch = vision.integer("patch_size", default=14)
-    inner = vision.integer("intermediate_size", default=int(width * (vision.get("mlp_ratio") or 4)))
+    inner = vision.integer(
+        "intermediate_size", default=int(width * (vision.get("mlp_ratio") or 4))
+    )
     if kind.startswith("glm4v"):
         inner = vision.integer("out_hidden_size", default=out)
     matrices = 3 if kind.startswith(("qwen2_5", "pixtral", "glm4v")) else 2
     frames = vision.integer("temporal_patch_size", default=1)
-    weights = layers * width * (4 * width + matrices * inner) + 3 * frames * patch * patch * width
+    weights = (
+        layers * width * (4 * width + matrices * inner) + 3 * frames * patch * patch * width
+    )
     # patches that a patch of other layers attends to, layers that attend to all
     near = 0
     everywhere = layers
     if kind.startswith("qwen2_5"):
         near = (vision.integer("window_size") // patch) ** 2
         everywhere = len(vision.get("fullatt_block_indexes"))
-    elif vision.get("spatial_merge_size") is None and vision.get("image_size") and kind != "pixtral":
+    elif (
+        vision.get("spatial_merge_size") is None
+        and vision.get("image_size")
+        and kind != "pixtral"
+    ):
         near = (vision.integer("image_size") // patch) ** 2
         everywhere = 0
     patches = float(merged * merged)
@@ -138,13 +146,19 @@ class CostModel:
 
     def __post_init__(self) -> None:
         # A record holds them as lists.
-        object.__setattr__(self, "windows", tuple(Window(*window) for window in self.windows))
+        object.__setattr__(
+            self, "windows", tuple(Window(*window) for window in self.windows)
+        )
         for name in ("linear", "quadratic", "image_linear", "image_quadratic"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
-                raise CostModelError(f"{name}={value!r} of a CostModel must be finite and >= 0")
+                raise CostModelError(
+                    f"{name}={value!r} of a CostModel must be finite and >= 0"
+                )
         if self.linear == 0 and self.quadratic == 0:
-            raise CostModelError("linear and quadratic of a CostModel are both 0. One must be positive.")
+            raise CostModelError(
+                "linear and quadratic of a CostModel are both 0. One must be positive."
+            )
         one_of(self.unit, "unit", ("FLOP", "token", "second"))
 
     @property
@@ -158,23 +172,30 @@ class CostModel:
         Raises LengthError unless `lengths` are whole numbers >= 0.
         """
         tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
-        work = self.linear * tokens + self.quadratic * attended_squares(tokens, self.windows)
+        work = self.linear * tokens + self.quadratic * attended_squares(
+            tokens, self.windows
+        )
         if images is None:
             return work
         return work + images.within(
-            tokens, images.tokens * (self.image_linear + self.image_quadratic * images.tokens)
+            tokens,
+            images.tokens * (self.image_linear + self.image_quadratic * images.tokens),
         )
 
     def scaled(self, factor: float) -> "CostModel":
         """Multiply by `factor`. `1 / TRAINING_FACTOR` turns training costs into forward costs."""
         return replace(
-            self.with_images(factor), linear=self.linear * factor, quadratic=self.quadratic * factor
+            self.with_images(factor),
+            linear=self.linear * factor,
+            quadratic=self.quadratic * factor,
         )
 
     def with_images(self, factor: float) -> "CostModel":
         """Multiply the cost of images by `factor`."""
         return replace(
-            self, image_linear=self.image_linear * factor, image_quadratic=self.image_quadratic * factor
+            self,
+            image_linear=self.image_linear * factor,
+            image_quadratic=self.image_quadratic * factor,
         )
 
     @classmethod
@@ -184,7 +205,11 @@ class CostModel:
 
     @classmethod
     def from_model_config(
-        cls, config: Mapping[str, Any] | object, *, training: bool = True, train_vision: bool = False
+        cls,
+        config: Mapping[str, Any] | object,
+        *,
+        training: bool = True,
+        train_vision: bool = False,
     ) -> "CostModel":
         """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with
         attributes.
@@ -198,7 +223,9 @@ class CostModel:
         forward = cls(*forward_flops(config), "FLOP", *image_flops(config), windows)
         if not training:
             return forward
-        return forward.with_images(1.0 if train_vision else 1 / TRAINING_FACTOR).scaled(TRAINING_FACTOR)
+        return forward.with_images(1.0 if train_vision else 1 / TRAINING_FACTOR).scaled(
+            TRAINING_FACTOR
+        )
 
     @classmethod
     def fit(cls, micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> "CostFit":
@@ -209,17 +236,24 @@ class CostModel:
         """
         sums = []
         for number, lengths in enumerate(micro_batches):
-            tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(np.float64)
+            tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(
+                np.float64
+            )
             sums.append((tokens.sum(), np.square(tokens).sum()))
         tokens, squared = np.array(sums, np.float64).reshape(len(sums), 2).T
         return cls.fit_sums(tokens, squared, seconds)
 
     @classmethod
-    def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
+    def fit_sums(
+        cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike
+    ) -> "CostFit":
         """Fit as `fit`, from sum(L) and sum(L**2) of each micro-batch, the form in which a run
         records them.
         """
-        columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
+        columns = [
+            weight_array(tokens, "tokens"),
+            weight_array(squared_tokens, "squared_tokens"),
+        ]
         if len(columns[0]) != len(columns[1]):
             raise CostModelError(
                 "tokens and squared_tokens differ in length. Pass one of each a micro-batch."
@@ -247,9 +281,13 @@ class CostFit:
 def _fitted(terms: Floats, seconds: ArrayLike) -> CostFit:
     times = weight_array(seconds, "seconds")
     if len(terms) != len(times):
-        raise CostModelError(f"{len(terms)} micro-batches with {len(times)} seconds. Pass one time for each.")
+        raise CostModelError(
+            f"{len(terms)} micro-batches with {len(times)} seconds. Pass one time for each."
+        )
     if (times == 0).any():
-        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0. A measured time is positive.")
+        raise CostModelError(
+            f"seconds[{int(np.argmax(times == 0))}] is 0. A measured time is positive."
+        )
     if len(times) < FEWEST_MEASUREMENTS:
         raise CostModelError(
             f"{len(times)} measurements are too few to fit three terms and estimate the error. "
@@ -270,7 +308,9 @@ def _fitted(terms: Floats, seconds: ArrayLike) -> CostFit:
         )
     error = float(np.sqrt(np.mean((terms @ coefficients / times - 1.0) ** 2)))
     overhead, linear, quadratic = coefficients.tolist()
-    return CostFit(CostModel(linear, quadratic, "second"), overhead, error, len(times), condition)
+    return CostFit(
+        CostModel(linear, quadratic, "second"), overhead, error, len(times), condition
+    )
 
 
 def _condition(design: Floats) -> float:
@@ -288,7 +328,8 @@ def non_negative_least_squares(design: Floats, target: Floats) -> Floats:
         for subset in combinations(range(columns), count):
             chosen = list(subset)
             solution = (
-                np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
+                np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0]
+                / norms[chosen]
             )
             residual = target - design[:, chosen] @ solution
             if (solution >= 0).all() and residual @ residual < lowest:

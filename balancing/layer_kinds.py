@@ -83,7 +83,9 @@ def _attention_kind(fields: Fields, layer: int) -> str:
         return FULL
     if fields.get("use_sliding_window"):  # Qwen
         return SLIDING if layer >= fields.integer("max_window_layers", default=0) else FULL
-    pattern = fields.get("sliding_window_pattern") or WINDOW_PATTERNS.get(str(fields.get("model_type")))
+    pattern = fields.get("sliding_window_pattern") or WINDOW_PATTERNS.get(
+        str(fields.get("model_type"))
+    )
     if isinstance(pattern, str):
         return PATTERN_LETTERS[pattern[layer % len(pattern)]]
     return FULL if pattern and (layer + 1) % pattern == 0 else SLIDING

@@ -52,7 +52,9 @@ class MiniBatch:
         two arrays.
         """
         parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
-        steps = zip(self.first_ranks().tolist(), self.degree_of_steps().tolist(), strict=True)
+        steps = zip(
+            self.first_ranks().tolist(), self.degree_of_steps().tolist(), strict=True
+        )
         micro_steps = []
         for places, degree in steps:
             micro_steps.append(MicroStep(tuple(parts[place] for place in places), degree))
@@ -69,7 +71,9 @@ class MiniBatch:
         """Return the number of the micro-batch that each rank computes: int64 [steps, ranks]."""
         numbers = np.arange(len(self.bounds) - 1).reshape(self.steps, -1)
         return (
-            numbers if self.degrees is None else numbers - numbers % numbers.shape[1] % self.degrees[:, None]
+            numbers
+            if self.degrees is None
+            else numbers - numbers % numbers.shape[1] % self.degrees[:, None]
         )
 
     def sums(self, values: Integers | Floats) -> Floats:
@@ -127,12 +131,16 @@ class RankPlan:
     def degree_of_rows(self) -> Integers:
         """Return how many ranks share each row, int64."""
         cuts = [cut for part in self.mini_batches for cut in part.micro_batches]
-        degrees = np.array([degree for part in self.mini_batches for degree in part.degrees], np.int64)
+        degrees = np.array(
+            [degree for part in self.mini_batches for degree in part.degrees], np.int64
+        )
         return np.repeat(degrees, [stop - start for start, stop in cuts])
 
 
 def degree_of(mini_batches: Iterable[MiniBatch]) -> Integers:
     """Return how many ranks share each sequence of the global batch, int64 [n]."""
-    rows, degrees = zip(*((part.rows, part.degree_of_rows()) for part in mini_batches), strict=True)
+    rows, degrees = zip(
+        *((part.rows, part.degree_of_rows()) for part in mini_batches), strict=True
+    )
     row_degrees: Integers = np.concatenate(degrees)[np.argsort(np.concatenate(rows))]
     return row_degrees

@@ -10,7 +10,16 @@ from typing import Any
 
 from balancing.basics.windows import Window
 from balancing.errors import CostModelError
-from balancing.layer_kinds import BLOCKS, CHUNKED, FULL, HYBRID, SLIDING, STATE_MODELS, STATES, layer_kinds
+from balancing.layer_kinds import (
+    BLOCKS,
+    CHUNKED,
+    FULL,
+    HYBRID,
+    SLIDING,
+    STATE_MODELS,
+    STATES,
+    layer_kinds,
+)
 from balancing.model_fields import Fields
 from balancing.state_counts import StateCounts, count_state
 
@@ -39,7 +48,16 @@ UNGATED_MODELS = frozenset(
             "nanochat",
             "nemotron",
         ),
-        *("nemotron_h", "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm", "xlm"),
+        *(
+            "nemotron_h",
+            "openai-gpt",
+            "opt",
+            "persimmon",
+            "phi",
+            "starcoder2",
+            "xglm",
+            "xlm",
+        ),
     )
 )
 """Model types whose feed-forward block has two matrices. All others have three (gated)."""
@@ -107,7 +125,10 @@ def attention_windows(layers: Iterable[LayerCounts]) -> tuple[Window, ...]:
         if layer.window and layer.squared:
             key = layer.window, layer.kind == CHUNKED
             squared[key] = squared.get(key, 0) + layer.squared
-    return tuple(Window(tokens, total / whole, chunked) for (tokens, chunked), total in squared.items())
+    return tuple(
+        Window(tokens, total / whole, chunked)
+        for (tokens, chunked), total in squared.items()
+    )
 
 
 def model_windows(config: Mapping[str, Any] | object) -> tuple[Window, ...]:
@@ -192,7 +213,9 @@ def _attention(fields: Fields, kind: str, shares: bool) -> LayerCounts:
 
 def key_value_heads(fields: Fields, heads: int) -> int:
     """Return the heads of keys and values."""
-    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):  # Falcon-7B, StarCoder
+    if fields.get("multi_query") and not fields.get(
+        "new_decoder_architecture"
+    ):  # Falcon-7B, StarCoder
         return 1
     return fields.integer("num_key_value_heads", default=heads)
 
@@ -238,7 +261,11 @@ def _feed_forward(fields: Fields, layer: int, kind: str, shares: bool) -> tuple[
         # Nemotron's experts may work on a smaller width than the layers.
         latent = fields.integer("moe_latent_size", default=0)
         expert = matrices(fields) * (latent or hidden) * width
-        weights += fields.integer("num_experts_per_tok") * expert + hidden * experts + 2 * hidden * latent
+        weights += (
+            fields.integer("num_experts_per_tok") * expert
+            + hidden * experts
+            + 2 * hidden * latent
+        )
         weights += matrices(fields) * hidden * _shared_width(fields, width)
     return weights, expert
 
@@ -247,7 +274,9 @@ def _shared_width(fields: Fields, width: int) -> int:
     """Return the width of all experts that every token uses: one of its own width, or several as wide as the
     others.
     """
-    explicit_width = fields.integer("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    explicit_width = fields.integer(
+        "shared_expert_intermediate_size", "shared_intermediate_size", default=0
+    )
     if explicit_width:
         return explicit_width
     if fields.get("model_type") in SHARED_WIDTH_MODELS:
@@ -260,7 +289,9 @@ def _inner_width(fields: Fields, *, dense: bool) -> int:
     hidden = fields.integer("hidden_size")
     if fields.get("block_auto_adjust_ff_dim"):
         return _adjusted_width(fields)
-    explicit_width = fields.integer("intermediate_size_mlp", "dense_intermediate_size", default=0)
+    explicit_width = fields.integer(
+        "intermediate_size_mlp", "dense_intermediate_size", default=0
+    )
     if dense and explicit_width:
         return explicit_width
     shared_width = fields.integer("shared_intermediate_size", default=0)
@@ -295,10 +326,16 @@ def is_sparse(fields: Fields, layer: int) -> bool:
     period = fields.integer("expert_layer_period", default=1)
     if layer % period != fields.integer("expert_layer_offset", default=0) % period:
         return False
-    first = fields.integer("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0)
+    first = fields.integer(
+        "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0
+    )
     last = fields.integer("moe_layer_end_index", default=-1)
     frequency = fields.integer("moe_layer_freq", default=1)
     dense = fields.get("mlp_only_layers") or []
-    step = fields.integer("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
+    step = fields.integer(
+        "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1
+    )
     within = layer >= first and (last < 0 or layer <= last)
-    return within and layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
+    return (
+        within and layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
+    )

@@ -10,7 +10,13 @@ from balancing.errors import CostModelError
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "emb_dim"),
-    "num_hidden_layers": ("n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_layers"),
+    "num_hidden_layers": (
+        "n_layer",
+        "n_layers",
+        "decoder_layers",
+        "num_decoder_layers",
+        "num_layers",
+    ),
     "num_attention_heads": (
         "n_head",
         "n_heads",
@@ -20,7 +26,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "num_heads",
     ),
     "num_key_value_heads": ("num_kv_heads", "kv_n_heads"),
-    "head_dim": ("kv_channels", "attention_head_dim", "d_head", "dim_head", "attention_head_size"),
+    "head_dim": (
+        "kv_channels",
+        "attention_head_dim",
+        "d_head",
+        "dim_head",
+        "attention_head_size",
+    ),
     "intermediate_size": (
         "n_inner",
         "ffn_dim",
@@ -34,7 +46,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
+    "num_experts_per_tok": (
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "moe_top_k",
+        "top_k_experts",
+    ),
     "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
     "shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
     "layer_types": ("layers_block_type", "hybrid_override_pattern"),
@@ -47,7 +65,9 @@ SLIDING_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_h
 """Fields that layers with a sliding window may have of their own, named `swa_...`."""
 PARTS = ("attn_config", "ffn_config")
 """Parts of config.json in which DBRX and MPT keep fields of a layer."""
-INDEX_LISTS = frozenset({"mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs"})
+INDEX_LISTS = frozenset(
+    {"mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs"}
+)
 """Lists of layers' numbers. They may have as many entries as there are layers, but not one for each."""
 
 
@@ -56,7 +76,9 @@ class Fields:
     attributes.
     """
 
-    def __init__(self, config: Mapping[str, Any] | object, nested: str = "text_config") -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | object, nested: str = "text_config"
+    ) -> None:
         self._config = _as_mapping(config)
         part = self._config.get(nested)
         if part is not None:
@@ -97,11 +119,17 @@ class Fields:
         layer_fields = dict(self.part("per_layer_config").get(str(layer)) or {})
         if kind == "sliding_attention":  # MiMo
             names = {name: self._value(f"swa_{name}") for name in SLIDING_FIELDS}
-            layer_fields |= {name: value for name, value in names.items() if value is not None}
+            layer_fields |= {
+                name: value for name, value in names.items() if value is not None
+            }
         if kind == "full_attention" and self._value("global_head_dim"):
             layer_fields.setdefault("head_dim", self._value("global_head_dim"))
-            if self._value("attention_k_eq_v") and self._value("num_global_key_value_heads"):
-                layer_fields.setdefault("num_key_value_heads", self._value("num_global_key_value_heads"))
+            if self._value("attention_k_eq_v") and self._value(
+                "num_global_key_value_heads"
+            ):
+                layer_fields.setdefault(
+                    "num_key_value_heads", self._value("num_global_key_value_heads")
+                )
         return Fields(self._config | lists | layer_fields)
 
     def _value(self, name: str) -> Any:

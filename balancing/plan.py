@@ -98,7 +98,9 @@ class Plan:
         """Return `workloads` without the work that another sequence of the micro-batch does."""
         if self.shared is None:
             return self.workloads
-        return self.workloads - self.settings.workload(self.shared, self.images, degree_of(self.mini_batches))
+        return self.workloads - self.settings.workload(
+            self.shared, self.images, degree_of(self.mini_batches)
+        )
 
     @property
     def computed_patches(self) -> Floats:
@@ -106,12 +108,18 @@ class Plan:
         computes.
         """
         patches = self.settings.patches(self.images, self.lengths)
-        return patches if self.shared is None else patches - self.settings.patches(self.images, self.shared)
+        return (
+            patches
+            if self.shared is None
+            else patches - self.settings.patches(self.images, self.shared)
+        )
 
     @property
     def prefixes(self) -> dict[str, Any]:
         """Return the arguments of `plan_batch` about prefixes and images, empty without them."""
-        arguments: dict[str, Any] = {} if self.images is None else {"images": self.images.given}
+        arguments: dict[str, Any] = (
+            {} if self.images is None else {"images": self.images.given}
+        )
         if self.shared_prefixes is None:
             return arguments
         arguments |= {
@@ -128,7 +136,9 @@ class Plan:
     def for_rank(self, rank: int) -> RankPlan:
         """Return one rank's part. Raises OptionError for an unknown rank."""
         if not 0 <= rank < self.ranks:
-            raise OptionError(f"rank={rank} is outside this plan, which has ranks={self.ranks}")
+            raise OptionError(
+                f"rank={rank} is outside this plan, which has ranks={self.ranks}"
+            )
         rows = []
         parts = []
         position = 0
@@ -141,8 +151,17 @@ class Plan:
                 rows.append(mini_batch.rows[start:stop])
                 cuts.append((position, position + stop - start))
                 position += stop - start
-            counts = (mini_batch.tokens, mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
-            parts.append(RankMiniBatch(tuple(cuts), *counts, tuple(mini_batch.degree_of_steps().tolist())))
+            counts = (
+                mini_batch.tokens,
+                mini_batch.loss_tokens,
+                mini_batch.sequences,
+                mini_batch.groups,
+            )
+            parts.append(
+                RankMiniBatch(
+                    tuple(cuts), *counts, tuple(mini_batch.degree_of_steps().tolist())
+                )
+            )
         return RankPlan(rank, np.concatenate(rows), tuple(parts))
 
     def predicted_times(self) -> list[Floats]:
@@ -162,7 +181,10 @@ class Plan:
         pipeline = self.settings.pipeline
         times = self.predicted_times()
         return np.array(
-            [step_times.sum() if pipeline is None else makespan(pipeline, step_times) for step_times in times]
+            [
+                step_times.sum() if pipeline is None else makespan(pipeline, step_times)
+                for step_times in times
+            ]
         )
 
 
@@ -222,10 +244,14 @@ def plan_batch(
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
     prefixes = (prefix_groups, prefix_lengths, tree_order, tree_depths)
-    batch = _make_batch(settings, tokens, in_loss, group_of, Images.of(images, len(tokens)), prefixes)
+    batch = _make_batch(
+        settings, tokens, in_loss, group_of, Images.of(images, len(tokens)), prefixes
+    )
     at_degrees = {}
     if context_degrees is not None:
-        at_degrees = {degree: batch.at_degree(settings, degree) for degree in context_degrees.choices}
+        at_degrees = {
+            degree: batch.at_degree(settings, degree) for degree in context_degrees.choices
+        }
     parts = [_mini_batch(rows, batch, settings, at_degrees) for rows in members]
     return _assemble(parts, batch, settings)
 
@@ -244,11 +270,15 @@ class _Batch:
 
     def at_degree(self, settings: Settings, degree: int) -> "_Batch":
         """Return the batch with the work of one of `degree` ranks that share each sequence."""
-        workload = partial(settings.at_degree(degree).cost_model.workload, images=self.images)
+        workload = partial(
+            settings.at_degree(degree).cost_model.workload, images=self.images
+        )
         shared = self.shared_prefixes and self.shared_prefixes.costing(workload)
         return replace(self, workloads=workload(self.tokens), shared_prefixes=shared)
 
-    def used(self, rows: Integers, micro_batch: Integers | None = None) -> tuple[Floats, Integers]:
+    def used(
+        self, rows: Integers, micro_batch: Integers | None = None
+    ) -> tuple[Floats, Integers]:
         """Return tokens, work and patches, float64 [3, rows], and groups. micro_batch: None counts each row
         alone.
         """
@@ -258,7 +288,9 @@ class _Batch:
             return alone, np.arange(len(rows))
         prefixes = shared.select(rows)
         patches = self.shared_patches.select(rows)
-        tokens, images = (measure.shared_tokens(micro_batch) for measure in (prefixes, patches))
+        tokens, images = (
+            measure.shared_tokens(micro_batch) for measure in (prefixes, patches)
+        )
         return np.stack(
             [alone[0] - tokens, prefixes.computed(alone[1], micro_batch), alone[2] - images]
         ), prefixes.group
@@ -277,13 +309,25 @@ def _make_batch(
     workloads = settings.cost_model.workload(tokens, images)
     patches = settings.patches(images, tokens)
     check_patches(patches, settings.max_patches)
-    if settings.layout == "padded" and any(prefix_array is not None for prefix_array in prefixes[:2]):
+    if settings.layout == "padded" and any(
+        prefix_array is not None for prefix_array in prefixes[:2]
+    ):
         raise OptionError("prefix_lengths are shared with layout='packed' only")
     measure = partial(settings.cost_model.workload, images=images)
     shared_prefixes = checked_prefixes(*prefixes, tokens, settings.length_multiple, measure)
-    shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, images))
+    shared_patches = shared_prefixes and shared_prefixes.measured(
+        partial(settings.patches, images)
+    )
     return _Batch(
-        tokens, sizes, workloads, in_loss, group_of, shared_prefixes, images, patches, shared_patches
+        tokens,
+        sizes,
+        workloads,
+        in_loss,
+        group_of,
+        shared_prefixes,
+        images,
+        patches,
+        shared_patches,
     )
 
 
@@ -297,8 +341,18 @@ def _assemble(parts: Sequence[MiniBatch], batch: _Batch, settings: Settings) -> 
         return Plan(tuple(parts), batch.tokens, workloads, settings, images=batch.images)
     shared = np.zeros_like(batch.tokens)
     for part in parts:
-        shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
-    return Plan(tuple(parts), batch.tokens, workloads, settings, shared_prefixes, shared, batch.images)
+        shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(
+            part.micro_batch_of_rows()
+        )
+    return Plan(
+        tuple(parts),
+        batch.tokens,
+        workloads,
+        settings,
+        shared_prefixes,
+        shared,
+        batch.images,
+    )
 
 
 def _mini_batch(
@@ -311,7 +365,8 @@ def _mini_batch(
     steps = [part.schedule.steps for part in parts]
     first = np.cumsum([0, *steps]) * settings.ranks
     places = [
-        at + part.degree * part.schedule.grouping.group_of for at, part in zip(first, parts, strict=False)
+        at + part.degree * part.schedule.grouping.group_of
+        for at, part in zip(first, parts, strict=False)
     ]
     micro_batch = np.concatenate(places)
     ordered = np.concatenate([part.rows for part in parts])
@@ -319,9 +374,16 @@ def _mini_batch(
     in_order = ordered[np.lexsort((ordered, micro_batch))]
     learned = rows[batch.in_loss[rows] > 0]
     groups = None if batch.group_of is None else len(np.unique(batch.group_of[learned]))
-    counts = (int(batch.tokens[rows].sum()), int(batch.in_loss[rows].sum()), len(learned), groups)
+    counts = (
+        int(batch.tokens[rows].sum()),
+        int(batch.in_loss[rows].sum()),
+        len(learned),
+        groups,
+    )
     degrees = np.repeat([part.degree for part in parts], steps) if at_degrees else None
-    return MiniBatch(in_order, bounds, sum(steps), parts[0].schedule.start, *counts, degrees)
+    return MiniBatch(
+        in_order, bounds, sum(steps), parts[0].schedule.start, *counts, degrees
+    )
 
 
 def _by_degree(
@@ -329,21 +391,32 @@ def _by_degree(
 ) -> list[Part]:
     rows = rows[np.lexsort((rows, -batch.sizes[rows], -batch.workloads[rows]))]
     once = np.zeros_like(rows)
-    used = {degree: degree_batch.used(rows, once)[0] for degree, degree_batch in at_degrees.items()}
-    weights = {degree: degree_batch.workloads[rows] for degree, degree_batch in at_degrees.items()}
+    used = {
+        degree: degree_batch.used(rows, once)[0]
+        for degree, degree_batch in at_degrees.items()
+    }
+    weights = {
+        degree: degree_batch.workloads[rows] for degree, degree_batch in at_degrees.items()
+    }
     work = {degree: measures[1] for degree, measures in used.items()}
-    classes = Classes(batch.sizes[rows], weights, used[1][0], work, settings.ranks, settings.max_tokens)
+    classes = Classes(
+        batch.sizes[rows], weights, used[1][0], work, settings.ranks, settings.max_tokens
+    )
 
     def plan(degree: int, part: Integers, min_count: int) -> Part:
         shared = at_degrees[degree]
-        schedule, ordered = _schedule(part, shared, replace(settings.at_degree(degree), min_count=min_count))
+        schedule, ordered = _schedule(
+            part, shared, replace(settings.at_degree(degree), min_count=min_count)
+        )
         work = shared.used(ordered, schedule.grouping.group_of)[0][1]
         return Part(degree, schedule, ordered, schedule.time(work))
 
     return fastest_parts(rows, classes, settings.min_count, plan)
 
 
-def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
+def _schedule(
+    rows: Integers, batch: _Batch, settings: Settings
+) -> tuple[Schedule, Integers]:
     if settings.max_patches is None or batch.images is None:
         return _scheduled(rows, batch, settings)
     caps = settings.request(len(batch.sizes)).caps
@@ -353,7 +426,9 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
     while True:
         schedule, ordered = _scheduled(rows, batch, replace(settings, min_count=steps))
         used = batch.used(ordered, schedule.grouping.group_of)
-        spread_schedule = spread_patches(schedule, batch.used(ordered)[0], *used, caps, settings.max_patches)
+        spread_schedule = spread_patches(
+            schedule, batch.used(ordered)[0], *used, caps, settings.max_patches
+        )
         if spread_schedule is not None:
             if spread_schedule is not schedule and settings.order != "makespan":
                 spread_schedule = arranged(
@@ -365,7 +440,9 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
         steps = schedule.steps + 1 + schedule.steps // MORE_STEPS
 
 
-def _scheduled(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
+def _scheduled(
+    rows: Integers, batch: _Batch, settings: Settings
+) -> tuple[Schedule, Integers]:
     tokens = batch.tokens
     sizes = batch.sizes
     workloads = batch.workloads
@@ -376,7 +453,9 @@ def _scheduled(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Sched
         return schedule_rank_locally(
             settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request
         ), rows
-    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the given order does not matter
+    ordered = rows[
+        np.lexsort((rows, -sizes[rows], -workloads[rows]))
+    ]  # the given order does not matter
     work = _work(ordered, batch, settings)
     if settings.order == "makespan" and settings.pipeline is not None:
         return schedule_on_pipeline(work, request, settings.pipeline), ordered
@@ -393,7 +472,13 @@ def _work(ordered: Integers, batch: _Batch, settings: Settings) -> Work:
             return computed_weights(schedule.grouping, workloads, request)
 
         packed = settings.layout == "packed"
-        return Work(sizes, workloads, partial(schedule_evenly, sizes, workloads), computed, divisible=packed)
+        return Work(
+            sizes,
+            workloads,
+            partial(schedule_evenly, sizes, workloads),
+            computed,
+            divisible=packed,
+        )
     shared_prefixes = batch.shared_prefixes.select(ordered)
 
     def computed_once(schedule: Schedule) -> Floats:

@@ -17,7 +17,9 @@ from balancing.search.assignment import Order, Request
 from balancing.search.baselines import PUBLISHED
 from balancing.search.packing import CountRule, Layout
 
-PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
+PlanAlgorithm = Literal[
+    "karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"
+]
 """`load_balance` is an alias of `karmarkar_karp`."""
 
 
@@ -65,18 +67,29 @@ class Settings:
 
     def __post_init__(self) -> None:
         optional = ("max_sequences", "max_patches")
-        for name in ("ranks", "max_tokens", "min_count", "multiple_of", "length_multiple", *optional):
+        for name in (
+            "ranks",
+            "max_tokens",
+            "min_count",
+            "multiple_of",
+            "length_multiple",
+            *optional,
+        ):
             value = getattr(self, name)
             if value is not None or name not in optional:
                 object.__setattr__(self, name, positive_integer(value, name))
         one_of(self.layout, "layout", ("packed", "padded"))
         if self.max_patches and self.layout == "padded":
-            raise OptionError(f"max_patches={self.max_patches}: requires layout='packed'. Leave it out.")
+            raise OptionError(
+                f"max_patches={self.max_patches}: requires layout='packed'. Leave it out."
+            )
         if self.algorithm == "load_balance":
             object.__setattr__(self, "algorithm", "karmarkar_karp")
         one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
         one_of(self.order, "order", ("descending", "small_ends", "makespan"))
-        if self.order == "makespan" and (self.pipeline is None or self.algorithm != "karmarkar_karp"):
+        if self.order == "makespan" and (
+            self.pipeline is None or self.algorithm != "karmarkar_karp"
+        ):
             raise OptionError(
                 "order='makespan' plans for a pipeline. Pass pipeline and algorithm='karmarkar_karp'."
             )
@@ -110,18 +123,26 @@ class Settings:
         costs = degrees.costs(self.cost_model, degree) if degrees else self.cost_model
         ranks = self.ranks // degree
         cap = self.max_tokens * degree
-        return replace(self, ranks=ranks, max_tokens=cap, cost_model=costs, context_degrees=None)
+        return replace(
+            self, ranks=ranks, max_tokens=cap, cost_model=costs, context_degrees=None
+        )
 
-    def workload(self, lengths: Integers, images: Images | None, degree_of: Integers) -> Floats:
+    def workload(
+        self, lengths: Integers, images: Images | None, degree_of: Integers
+    ) -> Floats:
         if self.context_degrees is None:
             return self.cost_model.workload(lengths, images)
         return self.context_degrees.workload(self.cost_model, lengths, images, degree_of)
 
     def request(self, sequences: int) -> Request:
-        multiple_of = lcm(self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1)
+        multiple_of = lcm(
+            self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1
+        )
         return Request(
             ranks=self.ranks,
-            caps=Caps(self.max_tokens, self.max_sequences or sequences, self.layout == "padded"),
+            caps=Caps(
+                self.max_tokens, self.max_sequences or sequences, self.layout == "padded"
+            ),
             count=CountRule(self.min_count, multiple_of),
             allow_empty=self.allow_empty,
             order=self.order,
@@ -137,4 +158,8 @@ class Settings:
 
 
 def default_order(algorithm: str, *, pipelined: bool) -> Order:
-    return "makespan" if pipelined and algorithm in ("karmarkar_karp", "load_balance") else "descending"
+    return (
+        "makespan"
+        if pipelined and algorithm in ("karmarkar_karp", "load_balance")
+        else "descending"
+    )

@@ -34,14 +34,20 @@ def random_lengths() -> tuple[np.random.Generator, np.ndarray, dict[str, Any]]:
     generator = np.random.default_rng(0)
     lengths = generator.integers(20, LONGEST, SEQUENCES)
     groups = np.arange(SEQUENCES) // GROUP
-    return generator, lengths, {"prefix_groups": groups, "prefix_lengths": np.full(SEQUENCES, 16)}
+    return (
+        generator,
+        lengths,
+        {"prefix_groups": groups, "prefix_lengths": np.full(SEQUENCES, 16)},
+    )
 
 
 def compile_plans(pipeline: Pipeline | None = None) -> None:
     _, lengths, shared = random_lengths()
     for options in (shared, {}):
         for max_tokens in (LONGEST, 5 * LONGEST):
-            plan_batch(lengths, ranks=RANKS, max_tokens=max_tokens, pipeline=pipeline, **options)
+            plan_batch(
+                lengths, ranks=RANKS, max_tokens=max_tokens, pipeline=pipeline, **options
+            )
 
 
 def main(arguments: Sequence[str] = ()) -> None:

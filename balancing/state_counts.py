@@ -38,7 +38,9 @@ def count_state(fields: Fields, kind: str) -> StateCounts:
     if fields.get("linear_num_heads") or fields.part("linear_attn_config"):
         return _kimi_delta_attention(fields)
     if fields.get("mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
-        return _mamba_2(fields, fields.integer("mamba_num_heads", "mamba_n_heads", "n_mamba_heads"))
+        return _mamba_2(
+            fields, fields.integer("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+        )
     if fields.get("model_type") == "mamba2":
         return _mamba_2(fields, fields.integer("num_attention_heads"))
     if fields.get("mamba_dt_rank", "time_step_rank"):
@@ -83,7 +85,9 @@ def _kimi_delta_attention(fields: Fields) -> StateCounts:
 
 def _mamba_2(fields: Fields, heads: int) -> StateCounts:
     hidden = fields.integer("hidden_size")
-    inner = heads * fields.integer("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
+    inner = heads * fields.integer(
+        "mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim"
+    )
     size = fields.integer("ssm_state_size", "mamba_d_state", "state_size")
     states = size * fields.integer("n_groups", "mamba_n_groups", "mamba_ngroups")
     reach = fields.integer("conv_kernel", "mamba_d_conv", default=4)

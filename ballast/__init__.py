@@ -32,8 +32,12 @@ __all__ = [
 ]
 
 _PLACES = {
-    **dict.fromkeys(("Result", "fit", "preferences", "reward_model", "sft"), "ballast.training"),
-    **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling_commands.functions"),
+    **dict.fromkeys(
+        ("Result", "fit", "preferences", "reward_model", "sft"), "ballast.training"
+    ),
+    **dict.fromkeys(
+        ("Evaluation", "evaluate", "generate"), "ballast.sampling_commands.functions"
+    ),
     "open": "ballast.loop.functions",
     **dict.fromkeys(("RunView", "StopTraining"), "controller.training_loop"),
 }

@@ -34,36 +34,63 @@ class Command:
 ALL_COMMANDS = {
     "fit": Command("controller.fit", "train a policy by reinforcement learning"),
     "sft": Command("controller.sft", "train it on given responses"),
-    "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
+    "preferences": Command(
+        "controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"
+    ),
     "reward-model": Command(
         "controller.reward_model", "train a reward model on pairs, scores or labelled steps"
     ),
-    "serve": Command("ballast.serve.__main__", "serve the training API of Tinker's clients over a policy"),
+    "serve": Command(
+        "ballast.serve.__main__", "serve the training API of Tinker's clients over a policy"
+    ),
     "evaluate": Command(
-        "ballast.sampling_commands.evaluate", "measure a model on a data set, with confidence intervals"
+        "ballast.sampling_commands.evaluate",
+        "measure a model on a data set, with confidence intervals",
     ),
     "generate": Command(
-        "ballast.sampling_commands.generate", "write samples with token ids and log-probs to a file"
+        "ballast.sampling_commands.generate",
+        "write samples with token ids and log-probs to a file",
     ),
-    "show": Command("ballast.pages.show", "draw the recorded sessions and samples of a run in the terminal"),
+    "show": Command(
+        "ballast.pages.show",
+        "draw the recorded sessions and samples of a run in the terminal",
+    ),
     "report": Command("ballast.pages.report", "write one page about a run"),
-    "timeline": Command("ballast.pages.timeline", "write a trace of a run for Perfetto or Chrome"),
-    "balance": Command(
-        "balancing.__main__", "compare balancing strategies on the lengths of a run or a file"
+    "timeline": Command(
+        "ballast.pages.timeline", "write a trace of a run for Perfetto or Chrome"
     ),
-    "doctor": Command("ballast.doctor", "check this machine, or a cluster, before the first run"),
+    "balance": Command(
+        "balancing.__main__",
+        "compare balancing strategies on the lengths of a run or a file",
+    ),
+    "doctor": Command(
+        "ballast.doctor", "check this machine, or a cluster, before the first run"
+    ),
     "replay": Command("ballast.replay.__main__", "train a recorded step again"),
     "certify": Command(
-        "ballast.certify.__main__", "try data, reward and environment of a run before it gets a GPU"
+        "ballast.certify.__main__",
+        "try data, reward and environment of a run before it gets a GPU",
     ),
-    "audit": Command("ballast.audit.__main__", "check a recorded step of any trainer, or compare two runs"),
-    "layout": Command("ballast.planning.layouts", "find the fastest layouts of a run on a cluster"),
-    "migrate": Command("ballast.migrate.__main__", "translate a recipe of verl, TRL and other systems"),
+    "audit": Command(
+        "ballast.audit.__main__",
+        "check a recorded step of any trainer, or compare two runs",
+    ),
+    "layout": Command(
+        "ballast.planning.layouts", "find the fastest layouts of a run on a cluster"
+    ),
+    "migrate": Command(
+        "ballast.migrate.__main__", "translate a recipe of verl, TRL and other systems"
+    ),
     "template": Command(
-        "ballast.pages.template", "show what a chat template does to the turns of a conversation"
+        "ballast.pages.template",
+        "show what a chat template does to the turns of a conversation",
     ),
-    "init": Command("ballast.init", "write a configuration, data and a reward to start from"),
-    "completion": Command("ballast.completion", "print the Tab completion for bash and zsh"),
+    "init": Command(
+        "ballast.init", "write a configuration, data and a reward to start from"
+    ),
+    "completion": Command(
+        "ballast.completion", "print the Tab completion for bash and zsh"
+    ),
 }
 COMMANDS = {name: command for name, command in ALL_COMMANDS.items() if command.is_here()}
 
@@ -102,14 +129,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def main_of(command: Command) -> Callable[[Sequence[str]], int | None]:
     """Return the command's `main`. Raises ImportError if a user's file hides one of our packages."""
     check_controller()
-    return cast(Callable[[Sequence[str]], int | None], importlib.import_module(command.module).main)
+    return cast(
+        Callable[[Sequence[str]], int | None], importlib.import_module(command.module).main
+    )
 
 
 def help_page() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.does}" for name, command in COMMANDS.items()]
     last = "`ballast COMMAND --help` explains a command's arguments."
-    return "\n".join(["usage: ballast COMMAND [arguments] | --version", "", *lines, "", last])
+    return "\n".join(
+        ["usage: ballast COMMAND [arguments] | --version", "", *lines, "", last]
+    )
 
 
 def _suggestion(name: str) -> str:
@@ -119,6 +150,8 @@ def _suggestion(name: str) -> str:
 
 def _refuse(message: str) -> int:
     # Not `workers.errors.one_line`: the message may be that a user's file hides `workers`.
-    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
+    printable = "".join(
+        char if char.isprintable() else ascii(char)[1:-1] for char in message
+    )
     print(f"error: {printable}", file=sys.stderr)
     return 2

@@ -12,7 +12,15 @@ _ballast() {{
 }}
 complete -o default -F _ballast ballast
 """
-OPTIONS = ("--config", "--dry-run", "--cluster", "--all", "--settings", "--output", "--help")
+OPTIONS = (
+    "--config",
+    "--dry-run",
+    "--cluster",
+    "--all",
+    "--settings",
+    "--output",
+    "--help",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,5 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from controller.config import Config
 
     settings = (f"{key}=" for key in sorted(known_keys(Config)))
-    print(SCRIPT.format(commands=" ".join(COMMANDS), options=" ".join([*OPTIONS, *settings])), end="")
+    print(
+        SCRIPT.format(commands=" ".join(COMMANDS), options=" ".join([*OPTIONS, *settings])),
+        end="",
+    )
     return 0

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-RECIPES = sorted(path.name.removesuffix(".yaml") for path in (files("ballast") / "configs").iterdir())
+RECIPES = sorted(
+    path.name.removesuffix(".yaml") for path in (files("ballast") / "configs").iterdir()
+)
 MODEL = "Qwen/Qwen3-0.6B"
 HELD_OUT = 2  # among the eight sample problems
 
@@ -21,7 +23,9 @@ def starter(recipe: str) -> dict[str, str]:
     package = files("ballast")
     config = (package / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8")
     example = package / "examples" / "gsm8k"
-    problems = (example / "sample.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    problems = (
+        (example / "sample.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    )
     return {
         "config.yaml": config.replace("models/policy", MODEL).replace(
             f"configs/{recipe}.yaml", "config.yaml"
@@ -38,14 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="ballast init", description="A configuration, data and a reward to start from."
     )
     parser.add_argument("folder", type=Path, help="where to write them")
-    parser.add_argument("--recipe", choices=RECIPES, default="grpo", help="the algorithm (grpo)")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, default="grpo", help="the algorithm (grpo)"
+    )
     options = parser.parse_args(None if arguments is None else list(arguments))
     content = starter(options.recipe)
     folder = str(options.folder)[:80]
     try:
         for name in content:
             if (options.folder / name).exists():
-                raise FileExistsError(f"{options.folder / name} is there. Name another folder.")
+                raise FileExistsError(
+                    f"{options.folder / name} is there. Name another folder."
+                )
         for name, text in content.items():
             (options.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (options.folder / name).write_text(text, encoding="utf-8")

@@ -9,7 +9,9 @@ OURS = Path(__file__).resolve().parents[1] / "controller"
 def check_controller() -> None:
     """Raise ImportError if a user's file or folder hides `controller`, which checks the other packages."""
     spec = find_spec("controller")
-    places = [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
+    places = (
+        [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
+    )
     for place in places:
         resolved = Path(place).resolve()
         if OURS not in (resolved, resolved.parent):  # `controller/moved` is on its path too

@@ -31,16 +31,21 @@ def data_file(records: Records, name: str, run_dir: str) -> str:
             f"{name}: a {type(records).__name__} is not a list of records. Give one split, or a list."
         )
     lines = "".join(
-        _line(record, f"{name}: record {number}") for number, record in enumerate(records, start=1)
+        _line(record, f"{name}: record {number}")
+        for number, record in enumerate(records, start=1)
     )
-    file = Path(run_dir) / ".data" / f"{hashlib.sha256(lines.encode()).hexdigest()[:16]}.jsonl"
+    file = (
+        Path(run_dir) / ".data" / f"{hashlib.sha256(lines.encode()).hexdigest()[:16]}.jsonl"
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")  # two runs may write it at once
         unfinished.write_text(lines)
         unfinished.replace(file)
     except OSError as error:
-        raise OutputError(f"{file}: {error.strerror}. Set run.dir to a folder that can be written.") from None
+        raise OutputError(
+            f"{file}: {error.strerror}. Set run.dir to a folder that can be written."
+        ) from None
     return str(file)
 
 
@@ -52,7 +57,9 @@ def _line(record: Any, place: str) -> str:
     try:
         return json.dumps(dict(record), default=_plain) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON: {error}. Give texts, numbers, lists and mappings.") from None
+        raise DataError(
+            f"{place} is not JSON: {error}. Give texts, numbers, lists and mappings."
+        ) from None
 
 
 def _plain(value: Any) -> Any:

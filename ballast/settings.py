@@ -26,7 +26,9 @@ def load_settings(
     keys = known_keys(schema)
     check_type("config", config, str, Path, Mapping, type(None))
     if isinstance(config, Mapping):
-        return load_as(schema, None, [*as_overrides(config, keys), *as_overrides(overrides, keys)])
+        return load_as(
+            schema, None, [*as_overrides(config, keys), *as_overrides(overrides, keys)]
+        )
     return load_as(schema, config, as_overrides(overrides, keys))
 
 
@@ -43,16 +45,25 @@ def as_overrides(values: Values, keys: Collection[str]) -> list[str]:
         try:
             return [f"{key}={_yaml(key, value)}" for key, value in leaves(values, keys)]
         except RecursionError:
-            raise ConfigError("a mapping of settings holds itself, or is nested too deep.") from None
+            raise ConfigError(
+                "a mapping of settings holds itself, or is nested too deep."
+            ) from None
     return check_list(
-        "overrides", values, lambda value: isinstance(value, str), "a list of key.sub=value, or a mapping"
+        "overrides",
+        values,
+        lambda value: isinstance(value, str),
+        "a list of key.sub=value, or a mapping",
     )
 
 
-def check_list(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
+def check_list(
+    name: str, values: Any, allowed: Callable[[Any], bool], wanted: str
+) -> list[Any]:
     """Return an argument as a list. Raises ConfigError unless each item is allowed."""
     entries = (
-        list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
+        list(values)
+        if isinstance(values, Iterable) and not isinstance(values, (str, bytes))
+        else [None]
     )
     if not all(map(allowed, entries)):
         raise ConfigError(f"{name}={show_value(values)}: expected {wanted}.")
@@ -63,7 +74,9 @@ def check_type(name: str, value: Any, *types: type) -> None:
     """Raise ConfigError unless the argument is of one of `types`."""
     if not isinstance(value, types):
         wanted = " or ".join(one.__name__ for one in types)
-        raise ConfigError(f"{name}={show_value(value)}: expected {wanted}, not {type(value).__name__}.")
+        raise ConfigError(
+            f"{name}={show_value(value)}: expected {wanted}, not {type(value).__name__}."
+        )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -71,15 +84,20 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'),
 )
 
 
 def _yaml(key: str, value: Any) -> str:
-    plain = value.item() if getattr(value, "ndim", 1) == 0 else value  # a NumPy number, as from a sweep
+    plain = (
+        value.item() if getattr(value, "ndim", 1) == 0 else value
+    )  # a NumPy number, as from a sweep
     try:
         return yaml.dump(
-            str(plain) if isinstance(plain, Path) else plain, Dumper=_Dumper, default_flow_style=True
+            str(plain) if isinstance(plain, Path) else plain,
+            Dumper=_Dumper,
+            default_flow_style=True,
         )
     except (yaml.YAMLError, ValueError):
         raise ConfigError(

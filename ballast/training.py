@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ballast.records import Records, data_file
 from ballast.settings import Values, check_list, load_settings
 from controller.config import Config, TrainingConfig
-from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.offline import (
+    OfflineConfig,
+    PreferencesConfig,
+    RewardTrainingConfig,
+    SftConfig,
+)
 from controller.config.python_rewards import Reward, give_rewards, give_step
 from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
@@ -54,7 +59,11 @@ class Result:
         # Apart, because a table of both has empty cells: step 0 trains nothing, and few steps validate.
         rows = RunFolder(folder).metrics
         trained = [_of_validation(row, False) for row in rows if row["step"]]
-        validations = [validation_row for row in rows if len(validation_row := _of_validation(row, True)) > 1]
+        validations = [
+            validation_row
+            for row in rows
+            if len(validation_row := _of_validation(row, True)) > 1
+        ]
         return cls(folder, summary, trained, validations)
 
     def __repr__(self) -> str:
@@ -63,7 +72,9 @@ class Result:
 
 def _of_validation(row: Mapping[str, Any], validated: bool) -> dict[str, Any]:
     names = (
-        name for name in row if (name.startswith("validation/") or name == "time/validation_s") == validated
+        name
+        for name in row
+        if (name.startswith("validation/") or name == "time/validation_s") == validated
     )
     return {"step": row["step"]} | {name: row[name] for name in names}
 
@@ -99,7 +110,9 @@ def fit(
     functions = {**give_rewards(settings.reward, reward), **give_step(settings.run, step)}
     step_function = step if callable(step) else None
     return _result(
-        settings, callbacks, lambda callbacks: prepare(settings, functions, callbacks, step_function)
+        settings,
+        callbacks,
+        lambda callbacks: prepare(settings, functions, callbacks, step_function),
     )
 
 
@@ -112,7 +125,9 @@ def sft(
     validation: Records | None = None,
 ) -> Result:
     """Train a policy on given responses, as `python -m controller.sft` does. The rest is as in `fit`."""
-    return _offline(load_settings(SftConfig, config, overrides), callbacks, train, validation)
+    return _offline(
+        load_settings(SftConfig, config, overrides), callbacks, train, validation
+    )
 
 
 def preferences(
@@ -126,7 +141,9 @@ def preferences(
     """Train a policy on pairs of responses, as `python -m controller.preferences` does. The rest is as in
     `fit`.
     """
-    return _offline(load_settings(PreferencesConfig, config, overrides), callbacks, train, validation)
+    return _offline(
+        load_settings(PreferencesConfig, config, overrides), callbacks, train, validation
+    )
 
 
 def reward_model(
@@ -138,7 +155,9 @@ def reward_model(
     validation: Records | None = None,
 ) -> Result:
     """Train a reward model, as `python -m controller.reward_model` does. The rest is as in `fit`."""
-    return _offline(load_settings(RewardTrainingConfig, config, overrides), callbacks, train, validation)
+    return _offline(
+        load_settings(RewardTrainingConfig, config, overrides), callbacks, train, validation
+    )
 
 
 def _offline(
@@ -153,7 +172,9 @@ def _offline(
     return _result(settings, callbacks, partial(prepare, settings))
 
 
-def give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
+def give_data(
+    settings: Config | OfflineConfig, train: Records | None, validation: Records | None
+) -> None:
     if train is not None:
         settings.data.train = data_file(train, "train", settings.run.dir)
         if isinstance(settings, Config):

@@ -18,7 +18,13 @@ from controller.engines.fleet import RestartBudget
 from controller.lifecycle.input_lines import prompt_lines, token_facts, tried_lines
 from controller.lifecycle.inputs import Tried, try_inputs
 from controller.lifecycle.model_checks import check_models, numerics_lines
-from controller.lifecycle.session import exit_code, is_finished, prepare_start, run_training, session
+from controller.lifecycle.session import (
+    exit_code,
+    is_finished,
+    prepare_start,
+    run_training,
+    session,
+)
 from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenize_inputs
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
@@ -85,7 +91,9 @@ def dry_run(config: Config, request: Arguments, page: Page) -> None:
     refused together.
     """
     elsewhere = [
-        path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)
+        path
+        for path in [*config.data.weights, config.data.validation]
+        if path and is_elsewhere(config, path)
     ]
     trial = None
     problems = Problems()
@@ -108,19 +116,30 @@ def dry_run(config: Config, request: Arguments, page: Page) -> None:
         print_time(config, request.cluster, request.time, prompts, page)
 
 
-def _write_inputs(config: Config, trial: Tried | None, elsewhere: Sequence[str], page: Page) -> list[int]:
+def _write_inputs(
+    config: Config, trial: Tried | None, elsewhere: Sequence[str], page: Page
+) -> list[int]:
     """Return the tokens of every prompt, if a tokenizer is there. trial: None if some data is elsewhere."""
     prompts: list[int] = []
     if trial is None:
-        page.write(f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored")
+        page.write(
+            f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
+        )
     else:
-        records = {str(path): len(rows) for path, rows in (trial.train | trial.held_out).items()}
+        records = {
+            str(path): len(rows) for path, rows in (trial.train | trial.held_out).items()
+        }
         page.write(*tried_lines(config, trial), records=records)
         if read_model_files(config.model.path, "model.path").tokenizer:
             inputs = tokenize_inputs(config, trial)
             prompts += [tokens for source in inputs.sources for tokens in source.lengths]
-            datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
-            page.write(*prompt_lines(inputs), tokens=[token_facts(dataset) for dataset in datasets])
+            datasets = [
+                *inputs.sources,
+                *([inputs.validation] if inputs.validation else []),
+            ]
+            page.write(
+                *prompt_lines(inputs), tokens=[token_facts(dataset) for dataset in datasets]
+            )
     for line in numerics_lines(config):
         page.write(line)
     return prompts
@@ -138,12 +157,18 @@ def run(
 
     make_step = step or step_of(inputs.step)
     lines = [
-        f"warning: {warning}" for warning in (*warnings(config), *inputs.answer_warnings, *inputs.warnings)
+        f"warning: {warning}"
+        for warning in (*warnings(config), *inputs.answer_warnings, *inputs.warnings)
     ]
     for dataset in filter(None, (*inputs.sources, inputs.validation)):
-        for count, outcome in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
+        for count, outcome in (
+            (dataset.dropped, "dropped"),
+            (dataset.truncated, "truncated"),
+        ):
             if count:
-                lines.append(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {outcome}")
+                lines.append(
+                    f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {outcome}"
+                )
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as run:

@@ -21,7 +21,9 @@ def distribution() -> str:
     return next(iter(importlib.metadata.packages_distributions().get("balancing", ())), "")
 
 
-def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:
+def check_packages(
+    names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT
+) -> None:
     """Raise ImportError if a name imports, or would import from here, something other than the package in
     `root`.
     """
@@ -47,4 +49,8 @@ def _places(name: str) -> list[str]:
 
 def _adds_nothing(place: Path, ours: Path) -> bool:
     """Return True for a folder without modules, because an editable installation still finds `ours`."""
-    return place.is_dir() and not any(place.glob("*.py")) and not (ours / "__init__.py").stat().st_size
+    return (
+        place.is_dir()
+        and not any(place.glob("*.py"))
+        and not (ours / "__init__.py").stat().st_size
+    )

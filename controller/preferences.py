@@ -13,7 +13,9 @@ from controller.offline.offline_training import prepare_command
 from controller.preflight.arguments import Command
 from controller.preflight.page import run_command
 
-COMMAND = Command("controller.preferences", "Train a policy on pairs of responses.", PreferencesConfig)
+COMMAND = Command(
+    "controller.preferences", "Train a policy on pairs of responses.", PreferencesConfig
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

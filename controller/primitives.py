@@ -96,7 +96,11 @@ class Samples:
                 score.response,
             )
             for (ids, log_probs), start, cut, score in zip(
-                rows, columns["prompt_tokens"].tolist(), columns["truncated"].tolist(), scores, strict=True
+                rows,
+                columns["prompt_tokens"].tolist(),
+                columns["truncated"].tolist(),
+                scores,
+                strict=True,
             )
         ]
 
@@ -117,7 +121,9 @@ class PassResult:
         return self.rows("log_probs")
 
 
-def tokens_of(tokens: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
+def tokens_of(
+    tokens: Mapping[str, np.ndarray], names: Sequence[str]
+) -> list[tuple[np.ndarray, ...]]:
     """Fetch token columns, row by row."""
     batch = RemoteBatch({}, {name: tokens[name] for name in names}).gather()
     fetched_rows = []
@@ -139,11 +145,15 @@ def token_batch(
     tokens = DataProto.from_rows(array_rows)
     names = list(tokens.tokens)
     if missing := {"input_ids", "loss_mask"} - set(names):
-        raise DataError(f"rows lack {sorted(missing)[0]!r}, which every pass reads. Add it.")
+        raise DataError(
+            f"rows lack {sorted(missing)[0]!r}, which every pass reads. Add it."
+        )
     ids = [tokens.row(row)["input_ids"] for row in range(len(rows))]
     masks = [tokens.row(row)["loss_mask"].astype(bool) for row in range(len(rows))]
     starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in masks]
-    prompts = object_column([row_ids[:start].tobytes() for row_ids, start in zip(ids, starts, strict=True)])
+    prompts = object_column(
+        [row_ids[:start].tobytes() for row_ids, start in zip(ids, starts, strict=True)]
+    )
     light = {
         "uid": np.array(uids),
         "sample": np.zeros(len(rows), np.int64),
@@ -152,7 +162,10 @@ def token_batch(
         "response_tokens": np.array([int(mask.sum()) for mask in masks], np.int64),
         "prompt_hash": np.unique(prompts, return_inverse=True)[1],
         "prefix_hashes": object_column(
-            [prefix_hashes(row_ids, start) for row_ids, start in zip(ids, starts, strict=True)]
+            [
+                prefix_hashes(row_ids, start)
+                for row_ids, start in zip(ids, starts, strict=True)
+            ]
         ),
         "truncated": np.zeros(len(rows), bool),
         "group_number": np.arange(len(rows)),
@@ -170,15 +183,23 @@ def with_columns(batch: RemoteBatch, columns: Mapping[str, Any]) -> RemoteBatch:
         if len(values) and np.ndim(values[0]):
             rows = [{name: np.asarray(row, np.float32)} for row in values]
             block = ray.put(DataProto.from_rows(rows))
-            batch = batch.with_tokens(**{name: places(name, itertools.repeat(block), range(len(rows)))})
+            batch = batch.with_tokens(
+                **{name: places(name, itertools.repeat(block), range(len(rows)))}
+            )
         else:
             batch = batch.with_columns(**{name: np.asarray(values)})
     return batch
 
 
-def part_of(run: "Run", batch: RemoteBatch, rows: np.ndarray, pass_name: str) -> tuple[RemoteBatch, Plan]:
+def part_of(
+    run: "Run", batch: RemoteBatch, rows: np.ndarray, pass_name: str
+) -> tuple[RemoteBatch, Plan]:
     """Return rows of a batch and their plan, whose denominators count the whole batch."""
-    counted = ~batch["truncated"] if run.config.reward.truncated == "mask" else np.ones(len(batch), bool)
+    counted = (
+        ~batch["truncated"]
+        if run.config.reward.truncated == "mask"
+        else np.ones(len(batch), bool)
+    )
     batch = with_loss_counts(batch, [np.flatnonzero(counted)])
     part = batch.select(rows[counted[rows]])
     plan = run.planner.forward_plan(part, pass_name)

@@ -10,12 +10,22 @@ from balancing import CostModel
 from controller.algorithm import advantages
 from controller.algorithm.logprob_check import LogProbCheck
 from controller.algorithm.validation_metrics import summarize
-from controller.checkpoints.progress import Progress, remove_old_samples, replay_path, samples_path
+from controller.checkpoints.progress import (
+    Progress,
+    remove_old_samples,
+    replay_path,
+    samples_path,
+)
 from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
-from controller.observability.run_folder import log_probs_file, step_file, thumbnails, update_file
+from controller.observability.run_folder import (
+    log_probs_file,
+    step_file,
+    thumbnails,
+    update_file,
+)
 from controller.observability.run_record import RECORDED_SAMPLES
 from controller.observability.shown_text import other_columns, show_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
@@ -59,8 +69,12 @@ class Run(TrainingRun[Config]):
         self.functions = functions
         self.weight_version = self.progress.weight_version
         self.kl_coefficient = self.progress.kl_coefficient
-        buffer = buffer or (AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer)
-        self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress, functions)
+        buffer = buffer or (
+            AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer
+        )
+        self.buffer = buffer(
+            config, self.roles, prompts, self.planner, self.record, self.progress, functions
+        )
         self.replay = ReplayBuffer(
             config, self.record, self.progress.replay, functions.get("batch.replay.by")
         )
@@ -110,7 +124,9 @@ class Run(TrainingRun[Config]):
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.record.phase("validation"):
-            rollout = self.buffer.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
+            rollout = self.buffer.roll_out(
+                prompts, settings.samples, settings.sampling, VALIDATION_STEP
+            )
         responses = rollout.scored_responses(
             {prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key
         )
@@ -143,23 +159,36 @@ class Run(TrainingRun[Config]):
         samples = rollout.batch
         version = self.weight_version
         text_count = max(RECORDED_SAMPLES, self.config.run.log_completions)
-        record.samples(rollout.with_texts(text_count, self.roles.rewards.read), batch, self.prompt_text)
-        left_out = len(samples) - len(set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)))
+        record.samples(
+            rollout.with_texts(text_count, self.roles.rewards.read), batch, self.prompt_text
+        )
+        left_out = len(samples) - len(
+            set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True))
+        )
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(left_out)})
         if self.config.rollout.sampling.max_thinking_tokens:
             record.add(
-                {"rollout/cut_thoughts_share": float(samples["cut_thoughts"].sum() / samples["turns"].sum())}
+                {
+                    "rollout/cut_thoughts_share": float(
+                        samples["cut_thoughts"].sum() / samples["turns"].sum()
+                    )
+                }
             )
         oldest = samples["weight_version"]
         newest = samples["newest_weight_version"]
         record.add(staleness(oldest, newest, rollout.version_tokens, version))
         # Without a KL in the reward, only unequal rewards in a group give signal.
-        if self.config.algorithm.compares_groups and not self.config.algorithm.kl_in_reward.coefficient:
+        if (
+            self.config.algorithm.compares_groups
+            and not self.config.algorithm.kl_in_reward.coefficient
+        ):
             share = advantages.share_without_signal(samples["reward"], samples["uid"])
             record.add({"rollout/groups_without_signal": share})
         if custom_function := self.functions.get("run.metrics"):
             metrics = custom_function(
-                columns_of(samples, custom_function.names, rollout.by_sample, self.buffer.record_of)
+                columns_of(
+                    samples, custom_function.names, rollout.by_sample, self.buffer.record_of
+                )
             )
             record.add({name: float(number) for name, number in metrics.items()})
         if self.config.run.record_samples:
@@ -190,25 +219,36 @@ class Run(TrainingRun[Config]):
         (prompt,) = self.buffer.prompts.take(int(uid), 1)
         display_text = show_prompt(prompt.columns[key], prompt.image_names)
         text = {"prompt": display_text, "record": other_columns(prompt.columns, key)}
-        return text | ({"images": thumbnails(self.folder, prompt.images)} if prompt.images else {})
+        return text | (
+            {"images": thumbnails(self.folder, prompt.images)} if prompt.images else {}
+        )
 
     def measure(self) -> dict[str, float]:
         record = self.record
         engines = self.roles.rollouts
         loads = self.roles.take_weight_loads()
         record.timeline.weight_loads(loads)
-        metrics = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
+        metrics = record.times() | waiting(
+            engines.take_idle_seconds(), engines.queued, record.seconds
+        )
         if record.rollout is not None:
             metrics |= throughput(
-                record.rollout.batch, record.trained, record.seconds, self.config.batch.epochs
+                record.rollout.batch,
+                record.trained,
+                record.seconds,
+                self.config.batch.epochs,
             )
         if self.config.rollout.max_staleness and loads:
-            recomputed = sum(load.recompute_seconds for of_engine in loads.values() for load in of_engine)
+            recomputed = sum(
+                load.recompute_seconds for of_engine in loads.values() for load in of_engine
+            )
             metrics["rollout/kv_recompute_seconds"] = recomputed / len(loads)
         if judge := self.roles.judge:
             metrics |= judge.take_metrics()
             for kind, failures in judge.take_failures().items():
                 record.add_failures(kind, failures)
         return (
-            metrics | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}
+            metrics
+            | engines.fleet.budget.metrics()
+            | {"rollout/weight_version": float(self.weight_version)}
         )

@@ -27,7 +27,12 @@ from controller.algorithm.credit import has_offsets, session_advantages, turn_re
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
-from controller.rollout.samples import assign_teachers, newly_sampled, sample_numbers, trainable_rows
+from controller.rollout.samples import (
+    assign_teachers,
+    newly_sampled,
+    sample_numbers,
+    trainable_rows,
+)
 from controller.rollout.update_record import UpdateRecord
 from controller.update_passes import RecordedForwardBackward
 from workers.batch.metrics import Metric, Metrics, add_prefix, merge, results
@@ -42,7 +47,13 @@ if TYPE_CHECKING:
     from controller.training_loop import Step
 
 # Values before the update, which have not seen the returns.
-CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
+CRITIC_METRICS = (
+    "loss",
+    "value_clip_fraction",
+    "grad_norm",
+    "learning_rate",
+    "skipped_steps",
+)
 COMPARED_TOKENS = 32  # tokens of samples that are compared and not trained
 
 
@@ -113,16 +124,27 @@ def plan_updates(run: "Run", batch: RemoteBatch) -> list[Epoch]:
     planner = run.planner
     batch = trainable_rows(batch, run.config.reward)
     with run.record.phase("plan"):
-        drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
+        drawn = [
+            planner.draw(batch, run.number, epoch)
+            for epoch in range(run.config.batch.epochs)
+        ]
         epochs = [Epoch(rows, planner.plan(batch, rows, "policy.update")) for rows in drawn]
     places = batch["uid"].astype(np.int64)  # in the stream of prompts
-    columns = {"lengths": batch["length"], "groups": batch["group_number"], "prompts": places}
+    columns = {
+        "lengths": batch["length"],
+        "groups": batch["group_number"],
+        "prompts": places,
+    }
     columns |= planner.prefixes(batch, "policy.update")
-    run.record.plans([epoch.plan for epoch in epochs], run.config.longest_sequence, **columns)
+    run.record.plans(
+        [epoch.plan for epoch in epochs], run.config.longest_sequence, **columns
+    )
     return epochs
 
 
-def with_old_log_probs(run: "Run", batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
+def with_old_log_probs(
+    run: "Run", batch: RemoteBatch, *, recompute: bool = False
+) -> RemoteBatch:
     """Add the tokens `old_log_probs`, the loss ratios' denominator, if needed before the update.
 
     A single optimiser step uses its own forward pass, which gives the same numbers. Stale samples use the
@@ -144,14 +166,20 @@ def with_old_log_probs(run: "Run", batch: RemoteBatch, *, recompute: bool = Fals
     with on_training_roles(run, "log_probs"):
         if not needed and equal_weights is AtEqualWeights.NONE:
             return batch
-        read = run.roles.policy.log_probs_and_entropies if entropies else run.roles.policy.log_probs
+        read = (
+            run.roles.policy.log_probs_and_entropies
+            if entropies
+            else run.roles.policy.log_probs
+        )
         passed = read(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     check.compare(run.number, passed.metrics, equal_weights)
     if needed:
         run.record.add(add_prefix("policy", check.keep(run.number, passed.metrics)))
     if recompute or config.old_log_probs == "forward_pass":
         batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
-    return batch.with_tokens(old_entropies=passed.tokens["entropies"]) if entropies else batch
+    return (
+        batch.with_tokens(old_entropies=passed.tokens["entropies"]) if entropies else batch
+    )
 
 
 def with_reference_log_probs(run: "Run", batch: RemoteBatch) -> RemoteBatch:
@@ -180,7 +208,9 @@ def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
         "top_k": ("top_tokens", (settings.top_k, config.vocabulary)),
         "vocabulary": ("hidden_states", ()),
     }[settings.over]
-    prompts = {uid: run.buffer.prompts.take(int(uid), 1)[0] for uid in set(batch["uid"].tolist())}
+    prompts = {
+        uid: run.buffer.prompts.take(int(uid), 1)[0] for uid in set(batch["uid"].tolist())
+    }
     names, taught = assign_teachers(config.teacher, batch, prompts)
     columns: dict[str, np.ndarray] = {}
     with on_training_roles(run, "log_probs"):
@@ -190,7 +220,9 @@ def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
             rows = np.flatnonzero(names == name)
             of_teacher = taught.select(rows)
             plan = run.planner.forward_plan(of_teacher, "teacher.log_probs")
-            for column, places in getattr(teacher, read)(of_teacher, plan, name, *arguments).tokens.items():
+            for column, places in getattr(teacher, read)(
+                of_teacher, plan, name, *arguments
+            ).tokens.items():
                 columns.setdefault(column, np.empty(len(batch), object))[rows] = places
     return batch.with_tokens(**columns)
 
@@ -216,7 +248,11 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
         if critic is not None:
             plan = planner.forward_plan(batch, "critic.values")
             outputs = critic.advantages(
-                _add_baseline_and_turns(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per
+                _add_baseline_and_turns(run, batch),
+                plan,
+                algorithm.gae,
+                penalty,
+                algorithm.gamma_per,
             )
             run.record.add(add_prefix("critic", advantages.value_metrics(outputs.metrics)))
             batch = batch.with_tokens(**outputs.tokens)
@@ -230,19 +266,25 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
         elif algorithm.advantage == "gigpo":
             plan = planner.forward_plan(batch, "policy.log_probs")
             penalised = batch.with_columns(reward=batch["reward"] - weight * kl)
-            outputs = run.roles.policy.turn_advantages(_add_baseline_and_turns(run, penalised), plan)
+            outputs = run.roles.policy.turn_advantages(
+                _add_baseline_and_turns(run, penalised), plan
+            )
             batch = batch.with_tokens(**outputs.tokens)
         elif has_offsets(batch):
             batch = batch.with_columns(
                 by_turn=session_advantages(algorithm, batch, batch["reward"] - weight * kl)
             )
-            outputs = run.roles.policy.turn_advantages(batch, planner.forward_plan(batch, "policy.log_probs"))
+            outputs = run.roles.policy.turn_advantages(
+                batch, planner.forward_plan(batch, "policy.log_probs")
+            )
             batch = batch.with_tokens(**outputs.tokens)
         else:
             rewards = batch["reward"] - weight * kl
             custom_function = run.functions.get("algorithm.advantage_function")
             batch = batch.with_columns(
-                advantages=advantages.sequence_advantages(algorithm, batch, rewards, custom_function)
+                advantages=advantages.sequence_advantages(
+                    algorithm, batch, rewards, custom_function
+                )
             )
     batch = run.replay.with_advantages(full_batch, batch)
     run.record.trains_on(batch)
@@ -255,7 +297,11 @@ def _add_baseline_and_turns(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     rewards = batch["reward"]
     if algorithm.advantage == "reinforce_plus_plus_baseline":
         rewards = advantages.dr_grpo(rewards, batch["group_number"])
-    turns = {"by_turn": turn_rewards(algorithm, batch, rewards)} if algorithm.reads_turns else {}
+    turns = (
+        {"by_turn": turn_rewards(algorithm, batch, rewards)}
+        if algorithm.reads_turns
+        else {}
+    )
     return batch.with_columns(reward=rewards, **turns)
 
 
@@ -270,12 +316,16 @@ def _kl_in_reward(run: "Run", batch: RemoteBatch) -> tuple[float, np.ndarray]:
     rows = (run.roles.reference or run.roles.policy).kl(batch, plan, settings.estimator)
     sample = advantages.samples_of(batch)[1]
     kl = np.bincount(sample, rows)
-    run.kl_coefficient = advantages.adapted_kl_weight(weight, float(kl.mean()), len(kl), settings)
+    run.kl_coefficient = advantages.adapted_kl_weight(
+        weight, float(kl.mean()), len(kl), settings
+    )
     run.record.add({"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight})
     return weight, kl[sample]
 
 
-def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
+def update_critic(
+    run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]
+) -> dict[str, float]:
     """Make the critic's optimiser steps on the policy's mini-batches, and return the metrics under `critic/`.
 
     batch: with `returns` and `old_values`, see `with_advantages`.
@@ -283,11 +333,17 @@ def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> di
     if run.roles.critic is None:
         return {}
     plans = [
-        run.planner.plan(trainable_rows(batch, run.config.reward), epoch.mini_batches, "critic.update")
+        run.planner.plan(
+            trainable_rows(batch, run.config.reward), epoch.mini_batches, "critic.update"
+        )
         for epoch in epochs
     ]
-    update_metrics = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
-    metrics = {name: value for name, value in update_metrics.items() if name in CRITIC_METRICS}
+    update_metrics = results(
+        _update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss)
+    )
+    metrics = {
+        name: value for name, value in update_metrics.items() if name in CRITIC_METRICS
+    }
     run.record.add(add_prefix("critic", metrics))
     return metrics
 
@@ -354,7 +410,9 @@ def send_weights(run: "Run", adapter: str = "") -> None:
     """
     with run.record.phase("weights"):
         run.weight_version += 1
-        run.record.add(add_prefix("rollout", run.roles.send_weights(run.weight_version, adapter)))
+        run.record.add(
+            add_prefix("rollout", run.roles.send_weights(run.weight_version, adapter))
+        )
         if run.config.older_samples and run.logprob_check.awaits(AtEqualWeights.CHANGED):
             _check_changed_weights(run)
 
@@ -362,11 +420,15 @@ def send_weights(run: "Run", adapter: str = "") -> None:
 def _check_changed_weights(run: "Run") -> None:
     config = run.config
     sampling = config.rollout.sampling
-    sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))
+    sampling = replace(
+        sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens)
+    )
     prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
     batch = run.buffer.roll_out(
         prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP
     ).rows
     with on_training_roles(run, "log_probs"):
-        passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+        passed = run.roles.policy.log_probs(
+            batch, run.planner.forward_plan(batch, "policy.log_probs")
+        )
     run.logprob_check.compare(run.number, passed.metrics, AtEqualWeights.CHANGED)

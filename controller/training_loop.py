@@ -25,7 +25,11 @@ from controller.config.offline import OfflineConfig
 from controller.lifecycle.interrupts import Interrupts
 from controller.lifecycle.model_card import write_card
 from controller.lifecycle.session import Session
-from controller.planning.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
+from controller.planning.cost_model_fitting import (
+    CostModelFitter,
+    over_stages,
+    seconds_of_stages,
+)
 from controller.planning.planner import Planner
 from workers.batch.metrics import add_prefix
 from workers.errors import ConfigError
@@ -73,7 +77,9 @@ class Outcome:
         speed = {}
         if self.steps:
             speed = {
-                "seconds_per_step": statistics.median(step["time/step_s"] for step in self.steps),
+                "seconds_per_step": statistics.median(
+                    step["time/step_s"] for step in self.steps
+                ),
                 "tokens_per_second": statistics.median(
                     step["throughput/tokens_per_s"] for step in self.steps
                 ),
@@ -89,7 +95,9 @@ class TrainingRun(ABC, Generic[Settings]):
     after the last complete step, replaced only by `end_step`. last_step: number of steps.
     """
 
-    def __init__(self, config: Settings, session: Session, *, steps: int, cost_model: CostModel) -> None:
+    def __init__(
+        self, config: Settings, session: Session, *, steps: int, cost_model: CostModel
+    ) -> None:
         """cost_model: FLOPs of a sequence, used for plans until measured times replace it."""
         self.config = config
         self.roles = session.roles
@@ -103,7 +111,9 @@ class TrainingRun(ABC, Generic[Settings]):
         self.folder = session.record.writer.folder.resolve()
         log = session.record.console.log
         self.interrupts = Interrupts(log)
-        self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
+        self.checkpoints = CheckpointWriter(
+            session.roles, self.folder, config.run.keep_checkpoints, log
+        )
 
     @property
     def number(self) -> int:
@@ -130,8 +140,16 @@ class TrainingRun(ABC, Generic[Settings]):
         times = self.roles.take_micro_step_times()
         fitter = self.cost_fitter
         self.record.micro_steps(times, self.planner.cost_model)
-        policy = {actor: actor_times for actor, actor_times in times.items() if actor.startswith("policy")}
-        self.record.add(add_prefix("balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))))
+        policy = {
+            actor: actor_times
+            for actor, actor_times in times.items()
+            if actor.startswith("policy")
+        }
+        self.record.add(
+            add_prefix(
+                "balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))
+            )
+        )
         self.planner.cost_model, self.planner.stages = fitter.cost_model, fitter.stages
 
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
@@ -149,7 +167,9 @@ class TrainingRun(ABC, Generic[Settings]):
             self.roles.policy.save_pretrained(str(self.model))
             write_card(self.config, self.model)
             if self.config.model.lora.rank:
-                self.roles.policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
+                self.roles.policy.save_adapters(
+                    str(self.folder / name.replace("model", "adapters", 1))
+                )
 
 
 def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -172,9 +192,13 @@ def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ())
                         run.step_finished()
                     metrics = run.measure()
                     rows.append(run.record.metrics)
-                    end_step(run, metrics, callbacks, validates=_validation_is_due(run, number))
+                    end_step(
+                        run, metrics, callbacks, validates=_validation_is_due(run, number)
+                    )
             except StopTraining:
-                run.record.console.log(f"a callback has ended the run after step {run.progress.step}")
+                run.record.console.log(
+                    f"a callback has ended the run after step {run.progress.step}"
+                )
             run.save_models()
             if run.config.run.checkpoint_every:
                 run.checkpoints.finish()
@@ -183,7 +207,9 @@ def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ())
                 run.checkpoints.at_stop(run.progress, run.save_beside)
             raise
     run.record.write_timeline(run.progress.step)
-    outcome = Outcome(run.progress.before, run.progress.latest, tuple(rows), run.progress.step)
+    outcome = Outcome(
+        run.progress.before, run.progress.latest, tuple(rows), run.progress.step
+    )
     run.record.writer.summary(outcome.summary())
     return outcome
 
@@ -237,7 +263,9 @@ def _advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None
     scores_before = run.progress.before if step else scores
     state = run.state()
     refit = run.cost_fitter.state()
-    run.progress = replace(run.progress, step=step, before=scores_before, latest=scores, refit=refit, **state)
+    run.progress = replace(
+        run.progress, step=step, before=scores_before, latest=scores, refit=refit, **state
+    )
 
 
 def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
@@ -252,7 +280,9 @@ def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
             copies_of(run.folder).begin(run.roles, run.progress, run.record.console.log)
 
 
-def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
+def _call(
+    run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]
+) -> Exception | None:
     """Call the callbacks, record their numbers, and return the exception of a callback."""
     view = None
     try:
@@ -265,7 +295,9 @@ def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Ex
                 else:
                     callback(step, metrics)
             finally:
-                run.record.add({name: as_metric(name, value) for name, value in metrics.items()})
+                run.record.add(
+                    {name: as_metric(name, value) for name, value in metrics.items()}
+                )
     except Exception as error:
         return error
     return None

@@ -24,7 +24,12 @@ class ForwardBackward:
     """A pass that returns its metrics."""
 
     def start(
-        self, group: "WorkerGroup", batch: RemoteBatch, plan: Plan, mini_batch: MiniBatch, loss: Any
+        self,
+        group: "WorkerGroup",
+        batch: RemoteBatch,
+        plan: Plan,
+        mini_batch: MiniBatch,
+        loss: Any,
     ) -> "GroupFuture":
         """Start the pass on every rank."""
         part = replace(plan, mini_batches=(mini_batch,))
@@ -42,14 +47,23 @@ class RecordedForwardBackward(ForwardBackward):
         self.record = record
 
     def start(
-        self, group: "WorkerGroup", batch: RemoteBatch, plan: Plan, mini_batch: MiniBatch, loss: Any
+        self,
+        group: "WorkerGroup",
+        batch: RemoteBatch,
+        plan: Plan,
+        mini_batch: MiniBatch,
+        loss: Any,
     ) -> "GroupFuture":
         # Joined tokens are those of a whole batch. Its rows stand in the order of the plan.
         rows = np.arange(len(mini_batch.rows))
         part = replace(plan, mini_batches=(replace(mini_batch, rows=rows),))
-        return group.forward_backward_log_probs.remote(batch.select(mini_batch.rows), part, loss)
+        return group.forward_backward_log_probs.remote(
+            batch.select(mini_batch.rows), part, loss
+        )
 
-    def metrics(self, mini_batch: MiniBatch, result: PlanResult, step_metrics: Metrics) -> Metrics:
+    def metrics(
+        self, mini_batch: MiniBatch, result: PlanResult, step_metrics: Metrics
+    ) -> Metrics:
         self.record.log_probs[mini_batch.rows] = result.tokens["log_probs"]
         self.record.metrics.append(results(result.metrics | step_metrics))
         self.record.loss_tokens.append(mini_batch.loss_tokens)

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium or google-chrome on PATH: apt-get install chromium"
+    CHROMIUM is None,
+    reason="no chromium or google-chrome on PATH: apt-get install chromium",
 )
 DESKTOP, TELEPHONE = 1400, 420
 START_S = 60
@@ -82,7 +85,11 @@ class Browser:
         """The page as it stands on a screen of another width; a narrow one is a telephone's."""
         self._width, mobile = width, width < 600
         self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=mobile
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=mobile,
         )
 
     def value(self, expression: str) -> Any:
@@ -94,12 +101,18 @@ class Browser:
     def picture(self, path: Path, *, height: float) -> None:
         """Write the top of the page as a PNG."""
         clip = {"x": 0, "y": 0, "width": self._width, "height": height, "scale": 1}
-        answer = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        answer = self._call(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters} | self._session))
+        self._socket.send(
+            json.dumps(
+                {"id": number, "method": method, "params": parameters} | self._session
+            )
+        )
         while (answer := self._receive()).get("id") != number:
             pass
         assert "error" not in answer, answer
@@ -115,10 +128,14 @@ def browser(profile: Path) -> Iterator[Browser]:
     assert CHROMIUM is not None
     root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     command = [CHROMIUM, *SWITCHES, *root, f"--user-data-dir={profile}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             port, path = _address(profile / "DevToolsActivePort", process)
-            with connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None) as socket:
+            with connect(
+                f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None
+            ) as socket:
                 yield Browser(socket)
         finally:
             process.kill()

@@ -17,13 +17,17 @@ from tests.mutate import PACKAGES, QUICK
 
 MOST_FILES = 24
 WHOLE_RUN = "tests/controller/test_runs_that_compute.py"
-ONE_RUN = f"{WHOLE_RUN}::test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs"
+ONE_RUN = (
+    f"{WHOLE_RUN}::test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs"
+)
 """A run of three steps on stand-ins of Ray, with models that compute."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.check", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="files that changed (what git says)")
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="files that changed (what git says)"
+    )
     options = parser.parse_args(arguments)
     changed = options.files or changed_files()
     files = files_to_run(changed)
@@ -35,22 +39,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def changed_files() -> list[Path]:
     """Return what differs from the last commit, and what git does not know yet."""
-    lists = (["git", "diff", "--name-only", "HEAD"], ["git", "ls-files", "--others", "--exclude-standard"])
-    names = [subprocess.run(words, check=True, capture_output=True, text=True).stdout for words in lists]
-    return [Path(name) for text in names for name in text.splitlines() if Path(name).is_file()]
+    lists = (
+        ["git", "diff", "--name-only", "HEAD"],
+        ["git", "ls-files", "--others", "--exclude-standard"],
+    )
+    names = [
+        subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        for words in lists
+    ]
+    return [
+        Path(name) for text in names for name in text.splitlines() if Path(name).is_file()
+    ]
 
 
 def files_to_run(changed: Sequence[Path]) -> list[str]:
     """Return test files: changed ones, mirrored ones, and those of the nearest importers that have any."""
     graph = grimp.build_graph(*PACKAGES, "tests", include_external_packages=False)
     modules = [
-        _module_of(path) for path in changed if path.suffix == ".py" and path.parts[0] in (*PACKAGES, "tests")
+        _module_of(path)
+        for path in changed
+        if path.suffix == ".py" and path.parts[0] in (*PACKAGES, "tests")
     ]
     modules = [module for module in modules if module in graph.modules]
     tests = [module for module in modules if _is_test(module)]
     for module in modules:
         tests += _tests_of(module, graph)
-    return [f"{module.replace('.', '/')}.py" for module in dict.fromkeys(tests) if "end_to_end" not in module]
+    return [
+        f"{module.replace('.', '/')}.py"
+        for module in dict.fromkeys(tests)
+        if "end_to_end" not in module
+    ]
 
 
 def _tests_of(module: str, graph: grimp.ImportGraph) -> list[str]:
@@ -62,7 +80,9 @@ def _tests_of(module: str, graph: grimp.ImportGraph) -> list[str]:
     tests: list[str] = []
     while level and not tests:
         direct = {
-            importer for name in level for importer in graph.find_modules_that_directly_import(name)
+            importer
+            for name in level
+            for importer in graph.find_modules_that_directly_import(name)
         } - seen
         importers = sorted(name for name in direct if not name.startswith("tests."))
         mirrors = [_mirror_of(name) for name in level]

@@ -59,9 +59,17 @@ RAY_FILES: set[Path] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="run every case of tests that draw some of theirs")
-    parser.addoption("--draw", default=None, help="seed of the drawn cases (the commit's hash)")
-    parser.addoption("--shuffle", default=None, help="seed of a random order of files, and inside files")
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="run every case of tests that draw some of theirs",
+    )
+    parser.addoption(
+        "--draw", default=None, help="seed of the drawn cases (the commit's hash)"
+    )
+    parser.addoption(
+        "--shuffle", default=None, help="seed of a random order of files, and inside files"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,9 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return (
-        f"cases of matrices: {'all' if config.getoption('--whole') else f'drawn, --draw {draw_seed(config)}'}"
-    )
+    return f"cases of matrices: {'all' if config.getoption('--whole') else f'drawn, --draw {draw_seed(config)}'}"
 
 
 def draw_seed(config: pytest.Config) -> str:
@@ -83,7 +89,10 @@ def draw_seed(config: pytest.Config) -> str:
 def commit() -> str:
     command = ["git", "rev-parse", "--short=8", "HEAD"]
     folder = Path(__file__).parent
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip() or "none"
+    return (
+        subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+        or "none"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,7 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--shuffle"):
         shuffle_items(items, config.getoption("--shuffle"))
         return
-    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path not in RAY_FILES))
+    items.sort(
+        key=lambda item: (not item.nodeid.startswith(LONG), item.path not in RAY_FILES)
+    )
 
 
 def shuffle_items(items: list[pytest.Item], seed: str) -> None:
@@ -152,7 +163,9 @@ def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
         assert marker is not None
         fixed = {f"{name}[{case}]" for case in marker.kwargs.get("always", ())}
         others = [item for item in cases if item.nodeid not in fixed]
-        kept = random.Random(f"{seed} {name}").sample(others, min(marker.args[0], len(others)))
+        kept = random.Random(f"{seed} {name}").sample(
+            others, min(marker.args[0], len(others))
+        )
         for item in others:
             if item not in kept:
                 item.add_marker("slow")
@@ -162,7 +175,11 @@ def leave_runs_to_slow(items: list[pytest.Item], seed: str) -> None:
     """Mark the files of whole runs as slow, but those that always run and a few that are drawn for each
     commit.
     """
-    runs = [item for item in items if "end_to_end" in item.path.parts and not item.get_closest_marker("slow")]
+    runs = [
+        item
+        for item in items
+        if "end_to_end" in item.path.parts and not item.get_closest_marker("slow")
+    ]
     files = sorted({item.path.stem for item in runs} - set(RUNS_ALWAYS))
     kept = random.Random(f"{seed} whole runs").sample(files, min(RUNS_DRAWN, len(files)))
     for item in runs:
@@ -186,12 +203,16 @@ def one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def trials_are_forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def trials_are_forks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fork trials of users' code, except in tests of processes themselves and in whole runs.
 
     See tests/trial_processes.py.
     """
-    if "workers.user_code.process" in sys.modules and not request.node.nodeid.startswith(REAL_TRIALS):
+    if "workers.user_code.process" in sys.modules and not request.node.nodeid.startswith(
+        REAL_TRIALS
+    ):
         from tests.trial_processes import fork_trials
 
         fork_trials(monkeypatch)
@@ -240,7 +261,9 @@ def start_ray() -> None:
     import ray
 
     reports = {"metrics_report_interval_ms": 1000}  # the shortest; tests wait for reports
-    patience = {"worker_register_timeout_seconds": 300}  # the first fork waits for the server's imports
+    patience = {
+        "worker_register_timeout_seconds": 300
+    }  # the first fork waits for the server's imports
     ray.init(
         address="local",
         num_cpus=8,
@@ -291,7 +314,9 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     """A tiny model of a family of tests/workers/vision_families.py: its folder, built once, for all tests."""
     from tests.workers.vision_families import save_tiny_vision_model
 
-    return functools.cache(lambda family: save_tiny_vision_model(family, tmp_path_factory.mktemp(family)))
+    return functools.cache(
+        lambda family: save_tiny_vision_model(family, tmp_path_factory.mktemp(family))
+    )
 
 
 @pytest.fixture(scope="session")

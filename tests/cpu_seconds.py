@@ -19,7 +19,9 @@ UNEXPLAINED = "unexplained_seconds"
 
 def count_seconds() -> float:
     """Return CPU seconds of this process, its threads and the children that it waited for."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    usages = [
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
@@ -32,7 +34,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Give reports what the terminal prints. Properties reach it from other processes, and JUnit's files."""
     if call.when == "teardown" and STARTED in item.stash:
-        item.user_properties.append((SECONDS, round(count_seconds() - item.stash[STARTED], 2)))
+        item.user_properties.append(
+            (SECONDS, round(count_seconds() - item.stash[STARTED], 2))
+        )
     # The first test with a session's fixture sets it up for all: set-ups are not named.
     if call.when == "call" and call.duration > LONG_SECONDS and not explains_itself(item):
         item.user_properties.append((UNEXPLAINED, round(call.duration)))

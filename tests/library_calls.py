@@ -56,7 +56,12 @@ class Tables:
 
     @property
     def watched_names(self) -> set[str]:
-        names = {name for kind in self.watched for name in vars(kind) if not name.startswith("__")}
+        names = {
+            name
+            for kind in self.watched
+            for name in vars(kind)
+            if not name.startswith("__")
+        }
         return names - set(self.common)
 
 
@@ -80,7 +85,9 @@ def check_source(source: str, tables: Tables, *, module: Any = None) -> Found:
 def check_file(path: Path, root: Path, tables: Tables) -> Found:
     """As `check_source`, of one of our modules; problems begin with its path."""
     found = check_source(path.read_text(), tables, module=module_of(path, root))
-    return Found(found.bound, [f"{path.relative_to(root)}:{problem}" for problem in found.problems])
+    return Found(
+        found.bound, [f"{path.relative_to(root)}:{problem}" for problem in found.problems]
+    )
 
 
 def module_of(path: Path, root: Path) -> Any:
@@ -103,13 +110,21 @@ def calls_on(source: str, receivers: tuple[str, ...]) -> Iterator[tuple[str, Cal
 def overrides(kind: type) -> Iterator[tuple[str, Call]]:
     """Every method of a library's class that ours replaces, called with all of its parameters by name."""
     for name in vars(kind):
-        base = next((getattr(base, name) for base in kind.__mro__[1:] if name in vars(base)), None)
-        if name.startswith("__") or not inspect.isroutine(base) or not _is_library(base.__module__):
+        base = next(
+            (getattr(base, name) for base in kind.__mro__[1:] if name in vars(base)), None
+        )
+        if (
+            name.startswith("__")
+            or not inspect.isroutine(base)
+            or not _is_library(base.__module__)
+        ):
             continue
         parameters = list(inspect.signature(base).parameters.values())
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             continue
-        names = tuple(p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD)
+        names = tuple(
+            p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD
+        )
         yield name, Call(0, f"{kind.__name__}.{name}", 0, names, {})
 
 
@@ -127,8 +142,12 @@ def signature_of(target: Any) -> inspect.Signature | None:
             [
                 kinds(
                     argument.name if argument.name != "self" else "self_",
-                    kinds.KEYWORD_ONLY if argument.kwarg_only else kinds.POSITIONAL_OR_KEYWORD,
-                    default=argument.default_value if argument.has_default_value() else kinds.empty,
+                    kinds.KEYWORD_ONLY
+                    if argument.kwarg_only
+                    else kinds.POSITIONAL_OR_KEYWORD,
+                    default=argument.default_value
+                    if argument.has_default_value()
+                    else kinds.empty,
                 )
                 for argument in schema.arguments
             ]
@@ -139,7 +158,9 @@ def signature_of(target: Any) -> inspect.Signature | None:
         return None
 
 
-def bind(signature: inspect.Signature, call: Call, *, with_self: bool = False) -> tuple[str, ...]:
+def bind(
+    signature: inspect.Signature, call: Call, *, with_self: bool = False
+) -> tuple[str, ...]:
     """Names that the arguments are bound to, in order. Raises TypeError if they do not fit."""
     arguments = [*(["self"] if with_self else []), *range(call.positional)]
     bound = (signature.bind_partial if call.open else signature.bind)(
@@ -159,7 +180,11 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            name, whole = (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
+            name, whole = (
+                (alias.asname, alias.name)
+                if alias.asname
+                else (alias.name.partition(".")[0],) * 2
+            )
             if _is_library(alias.name):
                 importlib.import_module(alias.name)
                 self.scopes[-1][name] = importlib.import_module(whole)
@@ -186,7 +211,11 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
-        value = self._resolve(node.value) if isinstance(node.value, (ast.Name, ast.Attribute)) else OURS
+        value = (
+            self._resolve(node.value)
+            if isinstance(node.value, (ast.Name, ast.Attribute))
+            else OURS
+        )
         for target in node.targets:
             if isinstance(target, ast.Name):
                 self.scopes[-1][target.id] = value
@@ -219,11 +248,18 @@ class _Reader(ast.NodeVisitor):
 
     def _receiver(self, node: ast.expr) -> type | None:
         text = _text(node)
-        return None if text.partition(".")[0] in self.of_lambda else self.tables.receivers.get(text)
+        return (
+            None
+            if text.partition(".")[0] in self.of_lambda
+            else self.tables.receivers.get(text)
+        )
 
     def _resolve(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
-            return next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), OURS)
+            return next(
+                (scope[node.id] for scope in reversed(self.scopes) if node.id in scope),
+                OURS,
+            )
         if not isinstance(node, ast.Attribute):
             return OURS
         owner = self._resolve(node.value)
@@ -250,18 +286,27 @@ class _Reader(ast.NodeVisitor):
             self._bind(node, target)
         elif isinstance(node.func, ast.Attribute):
             self._bind_method(node, node.func, node.args)
-        if _text(node.func) in self.tables.passes_on and isinstance(node.args[0], ast.Attribute):
+        if _text(node.func) in self.tables.passes_on and isinstance(
+            node.args[0], ast.Attribute
+        ):
             self._bind_method(node, node.args[0], node.args[1:])
         self.generic_visit(node)
 
-    def _bind_method(self, node: ast.Call, function: ast.Attribute, arguments: list[ast.expr]) -> None:
+    def _bind_method(
+        self, node: ast.Call, function: ast.Attribute, arguments: list[ast.expr]
+    ) -> None:
         kind = self._class_of(function)
         if kind is None or not hasattr(kind, function.attr):
             return
         static = inspect.getattr_static(kind, function.attr)
         method = getattr(kind, function.attr)
         if _is_library(getattr(method, "__module__", "") or ""):
-            self._bind(node, method, arguments, with_self=not isinstance(static, (staticmethod, classmethod)))
+            self._bind(
+                node,
+                method,
+                arguments,
+                with_self=not isinstance(static, (staticmethod, classmethod)),
+            )
 
     def _class_of(self, function: ast.Attribute) -> type | None:
         receiver = _text(function.value)
@@ -276,12 +321,22 @@ class _Reader(ast.NodeVisitor):
             and self._resolve(function.value) is not OURS
         )
         if function.attr in self.tables.watched_names and not is_library:
-            kinds = ", ".join(kind.__name__ for kind in self.tables.watched if function.attr in vars(kind))
-            self._problem(function, f"{_text(function)}: a method of {kinds}? name the class of {receiver}")
+            kinds = ", ".join(
+                kind.__name__ for kind in self.tables.watched if function.attr in vars(kind)
+            )
+            self._problem(
+                function,
+                f"{_text(function)}: a method of {kinds}? name the class of {receiver}",
+            )
         return None
 
     def _bind(
-        self, node: ast.Call, target: Any, arguments: list[ast.expr] | None = None, *, with_self=False
+        self,
+        node: ast.Call,
+        target: Any,
+        arguments: list[ast.expr] | None = None,
+        *,
+        with_self=False,
     ) -> None:
         signature = signature_of(target)
         call = self._call_of(node, node.args if arguments is None else arguments)
@@ -305,9 +360,15 @@ class _Reader(ast.NodeVisitor):
                 constants[positional] = argument.value
             positional += 1
         named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        constants |= {name: value.value for name, value in named.items() if isinstance(value, ast.Constant)}
+        constants |= {
+            name: value.value
+            for name, value in named.items()
+            if isinstance(value, ast.Constant)
+        }
         is_open = any(keyword.arg is None for keyword in node.keywords)
-        return Call(node.lineno, _text(node.func), positional, tuple(named), constants, is_open)
+        return Call(
+            node.lineno, _text(node.func), positional, tuple(named), constants, is_open
+        )
 
     def _unfolded(self, star: ast.Starred) -> int:
         text = _text(star.value)
@@ -321,7 +382,9 @@ class _Reader(ast.NodeVisitor):
 
 def has(kind: type, name: str) -> bool:
     """Whether objects of a class have an attribute: of the class, a field, or set by a method on `self`."""
-    return hasattr(kind, name) or any(name in known for known in map(_instance_names, kind.__mro__))
+    return hasattr(kind, name) or any(
+        name in known for known in map(_instance_names, kind.__mro__)
+    )
 
 
 def _instance_names(kind: type) -> set[str]:
@@ -335,21 +398,29 @@ def _instance_names(kind: type) -> set[str]:
     return annotated | {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _text(node.value) == "self"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and _text(node.value) == "self"
     }
 
 
 def _check_constants(target: Any, names: tuple[str, ...], call: Call) -> None:
     """Raise TypeError for a constant that a parameter of Literal type does not list."""
     try:
-        hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
+        hints = typing.get_type_hints(
+            target.__init__ if isinstance(target, type) else target
+        )
     except (NameError, TypeError, AttributeError):  # hints of what is not imported there
         return
     for place, value in call.constants.items():
         name = names[place] if isinstance(place, int) and place < len(names) else place
         allowed = list(_alternatives(hints.get(str(name))))
         listed = [option for kind in allowed for option in typing.get_args(kind)]
-        if allowed and all(typing.get_origin(kind) is Literal for kind in allowed) and value not in listed:
+        if (
+            allowed
+            and all(typing.get_origin(kind) is Literal for kind in allowed)
+            and value not in listed
+        ):
             raise TypeError(f"{name}={value!r} is none of {listed}")
 
 

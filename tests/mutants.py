@@ -6,8 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+}
+OPERATORS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+}
 OPPOSITES = (
     ("low", "high"),
     ("min", "max"),
@@ -50,16 +62,29 @@ def mutants_of(file: Path) -> list[Mutant]:
             end = offsets[node.end_lineno - 1] + node.end_col_offset
             before = source[start:end].decode()
             lines = "\n" * before.count("\n")  # the statements after it stay on their lines
-            mutants.append(Mutant(file, node.lineno, start, end, before, f"({ast.unparse(changed)}{lines})"))
+            mutants.append(
+                Mutant(
+                    file,
+                    node.lineno,
+                    start,
+                    end,
+                    before,
+                    f"({ast.unparse(changed)}{lines})",
+                )
+            )
     return mutants
 
 
 def _code_nodes(node: ast.AST) -> Iterator[ast.expr]:
     """Yield expressions that run. A decorator, an annotation or a message is none of them."""
     for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(
-            node, ast.Call
-        ):
+        if field in (
+            "annotation",
+            "returns",
+            "decorator_list",
+            "bases",
+            "keywords",
+        ) and not isinstance(node, ast.Call):
             continue
         children = value if isinstance(value, list) else [value]
         for child in children:
@@ -71,7 +96,11 @@ def _code_nodes(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _changes(node: ast.expr, names: set[str]) -> Iterator[ast.expr]:
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+    if (
+        isinstance(node, ast.Compare)
+        and len(node.ops) == 1
+        and type(node.ops[0]) in COMPARISONS
+    ):
         yield ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
     elif isinstance(node, ast.BinOp):
         for dropped, kept in ((node.left, node.right), (node.right, node.left)):
@@ -81,13 +110,22 @@ def _changes(node: ast.expr, names: set[str]) -> Iterator[ast.expr]:
         if type(node.op) in OPERATORS and not is_text:
             yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
     elif isinstance(node, ast.BoolOp):
-        yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+        yield ast.BoolOp(
+            ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values
+        )
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield node.operand
-    elif isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1, 2):
+    elif (
+        isinstance(node, ast.Constant)
+        and type(node.value) is int
+        and node.value in (0, 1, 2)
+    ):
         yield ast.Constant(node.value + 1)
     elif isinstance(node, ast.Attribute):
-        yield from (ast.Attribute(node.value, name, node.ctx) for name in _opposites(node.attr, names))
+        yield from (
+            ast.Attribute(node.value, name, node.ctx)
+            for name in _opposites(node.attr, names)
+        )
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield from (ast.Name(name, node.ctx) for name in _opposites(node.id, names))
 

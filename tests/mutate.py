@@ -70,11 +70,17 @@ def files_that_test(file: Path, tree: Path) -> tuple[list[str], list[str]]:
     package = module.rpartition(".")[0]
     statements = ast.parse((tree / file).read_bytes()).body
     defined = {
-        statement.name for statement in statements if isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        statement.name
+        for statement in statements
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef)
     }
     subjects = {module, *(f"{package}.{name}" for name in defined)}
     imported = names_imported_by_tests(tree)
-    importing = [path for path, names in imported.items() if names & subjects and "end_to_end" not in path]
+    importing = [
+        path
+        for path, names in imported.items()
+        if names & subjects and "end_to_end" not in path
+    ]
     above = [str(folder) for folder in (Path("tests") / file).parents]
     room = [path for path in imported if os.path.dirname(path) == above[0]]
     mirrored = {path for path in importing if os.path.dirname(path) in above}
@@ -83,23 +89,32 @@ def files_that_test(file: Path, tree: Path) -> tuple[list[str], list[str]]:
     return sorted(mirrored), [path for path in importing if path not in mirrored]
 
 
-def new_code(file: Path, source: bytes, changed: ast.Module | bytes) -> dict[CodeType, CodeType] | None:
+def new_code(
+    file: Path, source: bytes, changed: ast.Module | bytes
+) -> dict[CodeType, CodeType] | None:
     """Return the new code of each of the file's functions, or None if the change is in what an import runs: a
     default or a constant.
     """
     original = compile(source, str(file), "exec", dont_inherit=True)
     replacements = {}
-    for before, after in _pairs_of_code(original, compile(changed, str(file), "exec", dont_inherit=True)):
+    for before, after in _pairs_of_code(
+        original, compile(changed, str(file), "exec", dont_inherit=True)
+    ):
         if after is None or before.co_freevars != after.co_freevars:
             return None
-        if before.co_flags & inspect.CO_NEWLOCALS and before.co_flags & inspect.CO_OPTIMIZED:
+        if (
+            before.co_flags & inspect.CO_NEWLOCALS
+            and before.co_flags & inspect.CO_OPTIMIZED
+        ):
             replacements[before] = after
         elif isinstance(changed, bytes) and _instructions(before) != _instructions(after):
             return None
     return replacements
 
 
-def _pairs_of_code(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, CodeType | None]]:
+def _pairs_of_code(
+    before: CodeType, after: CodeType
+) -> Iterator[tuple[CodeType, CodeType | None]]:
     inner_before = [value for value in before.co_consts if isinstance(value, CodeType)]
     inner_after = [value for value in after.co_consts if isinstance(value, CodeType)]
     yield before, after if len(inner_before) == len(inner_after) else None
@@ -127,7 +142,9 @@ def with_recorder(source: bytes, name: str) -> ast.Module:
     for node in list(ast.walk(module)):
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
-            if isinstance(statements, list) and not isinstance(node, ast.Module | ast.ClassDef):
+            if isinstance(statements, list) and not isinstance(
+                node, ast.Module | ast.ClassDef
+            ):
                 recorded = []
                 for statement in statements:
                     call = ast.parse(f"__ran__({name!r}, {statement.lineno})").body[0]
@@ -140,22 +157,33 @@ def with_recorder(source: bytes, name: str) -> ast.Module:
 
 def statement_line(source: bytes, line: int) -> int:
     """Return the first line of the innermost statement at the line."""
-    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    statements = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)
+    ]
     return max(
-        (node.lineno for node in statements if node.lineno <= line <= (node.end_lineno or 0)), default=line
+        (
+            node.lineno
+            for node in statements
+            if node.lineno <= line <= (node.end_lineno or 0)
+        ),
+        default=line,
     )
 
 
 class Trial:
     """A pytest plugin: note which statements each collected test runs, then fork a process for each mutant."""
 
-    def __init__(self, mutants: Sequence[Mutant], output: TextIO, wider: bool, most_s: float) -> None:
+    def __init__(
+        self, mutants: Sequence[Mutant], output: TextIO, wider: bool, most_s: float
+    ) -> None:
         self.mutants = mutants
         self.output = output
         self.wider = wider
         self.most_s = most_s
         self.tree = Path.cwd()
-        self.ran: dict[str, set[tuple[str, int]]] = {}  # by test: file and line of its statements
+        self.ran: dict[
+            str, set[tuple[str, int]]
+        ] = {}  # by test: file and line of its statements
         self.seconds: dict[str, float] = {}
         self.slow: set[str] = set()
         self.failures: dict[str, str] = {}
@@ -169,7 +197,11 @@ class Trial:
         self.session = session
         self._say(f"{len(session.items)} mirrored tests")
         self._note_statements()
-        slow = [item.nodeid for item in session.items if item.nodeid not in {**self.seconds, **self.failures}]
+        slow = [
+            item.nodeid
+            for item in session.items
+            if item.nodeid not in {**self.seconds, **self.failures}
+        ]
         for test, error in self.failures.items():
             self._say(f"left out, fails without a mutant: {test}: {error}")
         self._say(
@@ -228,17 +260,23 @@ class Trial:
         def run_and_note() -> bool:
             ran, seconds = self._record()
             notes.write_text(
-                json.dumps([list(ran.items()), seconds, sorted(self.of_processes), self.failures])
+                json.dumps(
+                    [list(ran.items()), seconds, sorted(self.of_processes), self.failures]
+                )
             )
             return True
 
         if not self._in_fork(run_and_note, 900.0):
             error = self.tree / "fork.txt"
             trace = error.read_text() if error.exists() else ""
-            pytest.exit(f"without a mutant, the process of the tests {self.fork_ended}\n{trace}", 2)
+            pytest.exit(
+                f"without a mutant, the process of the tests {self.fork_ended}\n{trace}", 2
+            )
         ran, self.seconds, of_processes, self.failures = json.loads(notes.read_text())
         self.of_processes = set(of_processes)
-        self.ran = {test: {(file, line) for file, line in statements} for test, statements in ran}
+        self.ran = {
+            test: {(file, line) for file, line in statements} for test, statements in ran
+        }
 
     def _record(self) -> tuple[dict[str, list[tuple[str, int]]], dict[str, float]]:
         statements: set[tuple[str, int]] = set()
@@ -252,14 +290,18 @@ class Trial:
 
         def note_process(event: str, _: object) -> None:
             if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
-                self.of_processes.add(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
+                self.of_processes.add(
+                    os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+                )
 
         sys.addaudithook(note_process)
         for item in self.session.items:
             if {"ranks", "ray_session"} & set(getattr(item, "fixturenames", ())):
                 self.of_processes.add(item.nodeid)
         signal.signal(signal.SIGPROF, self.leave_out)
-        for item, following in zip(self.session.items, [*self.session.items[1:], None], strict=True):
+        for item, following in zip(
+            self.session.items, [*self.session.items[1:], None], strict=True
+        ):
             start = time.monotonic()
             self.test = item.nodeid
             signal.setitimer(signal.ITIMER_PROF, self.most_s)
@@ -292,7 +334,9 @@ class Trial:
         finally:
             path.write_bytes(source)
 
-    def _tests_of(self, mutant: Mutant, source: bytes, mirrored: list[str]) -> list[list[pytest.Item]]:
+    def _tests_of(
+        self, mutant: Mutant, source: bytes, mirrored: list[str]
+    ) -> list[list[pytest.Item]]:
         """Return the tests that run the statement, the quickest file first, and the others of their files and
         those with processes: a fixture or a process may have run it for them.
         """
@@ -311,7 +355,10 @@ class Trial:
             item
             for item in items
             if item not in running
-            and ((item.path in total_s and self.seconds[item.nodeid] < 1) or item.nodeid in self.of_processes)
+            and (
+                (item.path in total_s and self.seconds[item.nodeid] < 1)
+                or item.nodeid in self.of_processes
+            )
         ]
         return [tests for tests in (running, others) if tests]
 
@@ -322,8 +369,12 @@ class Trial:
             replace_code(path, replacements)
             for item, following in zip(tests, [*tests[1:], None], strict=True):
                 seconds = self.seconds[item.nodeid]
-                signal.setitimer(signal.ITIMER_PROF, 5.0 + 5 * seconds)  # of CPU, in an endless loop
-                signal.setitimer(signal.ITIMER_REAL, 60.0 + 10 * seconds)  # in an endless wait
+                signal.setitimer(
+                    signal.ITIMER_PROF, 5.0 + 5 * seconds
+                )  # of CPU, in an endless loop
+                signal.setitimer(
+                    signal.ITIMER_REAL, 60.0 + 10 * seconds
+                )  # in an endless wait
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if self.session.testsfailed:
                     return False
@@ -340,7 +391,9 @@ class Trial:
                 os.setsid()
                 passed = run()
             except BaseException:
-                (self.tree / "fork.txt").write_text(traceback.format_exc())  # pytest captures what is printed
+                (self.tree / "fork.txt").write_text(
+                    traceback.format_exc()
+                )  # pytest captures what is printed
             finally:
                 os._exit(0 if passed else 1)
         end = time.monotonic() + limit_s
@@ -365,7 +418,9 @@ class Trial:
     def _pass_anew(self, files: list[str]) -> bool:
         command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, *files]
         with (self.tree / "anew.txt").open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True
+            )
             try:
                 return process.wait(ANEW_LIMIT_S) in (0, 5)
             except subprocess.TimeoutExpired:
@@ -376,7 +431,9 @@ class Trial:
 
 def copy_tree(folder: Path) -> None:
     """Copy the tree's files with their times: Numba compiles anew what is newer than its machine code."""
-    listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], check=True, capture_output=True, text=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(name, folder / name, follow_symlinks=False)
@@ -386,8 +443,14 @@ def copy_tree(folder: Path) -> None:
 
 
 def draw(rooms: Sequence[Path], count: int, seed: int) -> list[Mutant]:
-    files = [file for room in rooms for file in (sorted(room.rglob("*.py")) if room.is_dir() else [room])]
-    possible = [mutant for file in files if file.parts[0] in PACKAGES for mutant in mutants_of(file)]
+    files = [
+        file
+        for room in rooms
+        for file in (sorted(room.rglob("*.py")) if room.is_dir() else [room])
+    ]
+    possible = [
+        mutant for file in files if file.parts[0] in PACKAGES for mutant in mutants_of(file)
+    ]
     print(
         f"{min(count, len(possible))} of {len(possible)} mutants of {len(files)} files, seed {seed}",
         flush=True,
@@ -401,7 +464,13 @@ def try_mutants(mutants: Sequence[Mutant], wider: bool, most_s: float) -> int:
         written = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(written, 1)
         os.dup2(written, 2)
-        files = sorted({test for mutant in mutants for test in files_that_test(mutant.file, Path.cwd())[0]})
+        files = sorted(
+            {
+                test
+                for mutant in mutants
+                for test in files_that_test(mutant.file, Path.cwd())[0]
+            }
+        )
         trial = Trial(mutants, output, wider, most_s)
         code = int(pytest.main([*PYTEST_OPTIONS, *files], plugins=[trial]))
         if code:
@@ -411,15 +480,24 @@ def try_mutants(mutants: Sequence[Mutant], wider: bool, most_s: float) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
-    parser.add_argument("rooms", nargs="+", type=Path, help="files or folders of the packages")
+    parser.add_argument(
+        "rooms", nargs="+", type=Path, help="files or folders of the packages"
+    )
     parser.add_argument("--mutants", type=int, default=60, help="to draw (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument(
-        "--test-seconds", type=float, default=5.0, help="CPU time above which a test is left out (5)"
+        "--test-seconds",
+        type=float,
+        default=5.0,
+        help="CPU time above which a test is left out (5)",
     )
-    parser.add_argument("--only", default="", help="only mutants with this in their line, as printed")
     parser.add_argument(
-        "--wider", action="store_true", help="for survivors, the other tests that import the file"
+        "--only", default="", help="only mutants with this in their line, as printed"
+    )
+    parser.add_argument(
+        "--wider",
+        action="store_true",
+        help="for survivors, the other tests that import the file",
     )
     options = parser.parse_args(arguments)
     drawn = draw(options.rooms, options.mutants, options.seed)
@@ -428,7 +506,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_tree(Path(folder))
         environment = {**os.environ, "PYTHONPATH": folder}
         if any(b"@compiled" in mutant.file.read_bytes() for mutant in mutants):
-            environment["NUMBA_DISABLE_JIT"] = "1"  # a changed file compiles all of them anew, 40 s
+            environment["NUMBA_DISABLE_JIT"] = (
+                "1"  # a changed file compiles all of them anew, 40 s
+            )
         run = "import pickle, sys; from tests.mutate import *; sys.exit(try_mutants(*pickle.load(sys.stdin.buffer)))"
         return subprocess.run(
             [sys.executable, "-c", run],

@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.plain_lines", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--write", action="store_true", help="make today's figures the ceilings")
+    parser.add_argument(
+        "--write", action="store_true", help="make today's figures the ceilings"
+    )
     options = parser.parse_args(arguments)
     texts = read_texts(REPOSITORY)
     figures = measure(texts)
@@ -85,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     counts = [count_file(text) for text in texts.values()]
     tokens = sum(count.tokens for count in counts)
-    print(f"{len(texts)} files, {sum(count.lines for count in counts):,} lines, {tokens:,} tokens")
+    print(
+        f"{len(texts)} files, {sum(count.lines for count in counts):,} lines, {tokens:,} tokens"
+    )
     print(f"{tokens / sum(count.code_lines for count in counts):.2f} tokens per line\n")
     print(render_table(figures))
     messages = rises(texts, read_table(), texts_of_the_table())
@@ -95,17 +99,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_texts(repository: Path) -> Texts:
     paths = [path for package in PACKAGES for path in (repository / package).rglob("*.py")]
-    return {path.relative_to(repository).as_posix(): path.read_text() for path in sorted(paths)}
+    return {
+        path.relative_to(repository).as_posix(): path.read_text() for path in sorted(paths)
+    }
 
 
 def texts_of_the_table() -> Texts:
     """Return the files of the commit that last wrote the table, or none where git does not know it."""
     log = ["git", "log", "-1", "--format=%H", "--", str(TABLE)]
-    commit = subprocess.run(log, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        log, cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout.strip()
     if not commit:
         return {}
     command = ["git", "archive", "--format=tar", commit, *PACKAGES]
-    archive = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True).stdout
+    archive = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, check=True
+    ).stdout
     texts = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         for member in files:
@@ -141,9 +151,15 @@ def rises(texts: Texts, ceilings: Mapping[str, float], earlier: Texts) -> list[s
         if value > ceiling:
             growth = file_counts(name, texts)
             growth.subtract(file_counts(name, earlier) if earlier else growth)
-            places = [f"{path} +{count}" for path, count in growth.most_common(SHOWN_FILES) if count > 0]
+            places = [
+                f"{path} +{count}"
+                for path, count in growth.most_common(SHOWN_FILES)
+                if count > 0
+            ]
             where = f" ({', '.join(places)})" if places else ""
-            messages.append(f"{name}: {value:g}, {value - ceiling:.6g} above {ceiling:g}{where}")
+            messages.append(
+                f"{name}: {value:g}, {value - ceiling:.6g} above {ceiling:g}{where}"
+            )
     return messages
 
 
@@ -171,7 +187,9 @@ def file_counts(figure: str, texts: Texts) -> Counter[str]:
         return Counter({path: counts[path].lines for path in closure(texts)})
     room = figure.removeprefix("tokens in ")
     if room != figure:
-        return Counter({path: count.tokens for path, count in counts.items() if room_of(path) == room})
+        return Counter(
+            {path: count.tokens for path, count in counts.items() if room_of(path) == room}
+        )
     attribute = SHARES[figure][0] if figure in SHARES else figure
     return Counter({path: getattr(count, attribute) for path, count in counts.items()})
 
@@ -217,10 +235,14 @@ def imported_names(text: str) -> tuple[str, ...]:
 def count_file(text: str) -> Counts:
     tokens, code_lines = count_tokens(text)
     nodes = list(ast.walk(ast.parse(text)))
-    statements = [node for node in nodes if isinstance(node, ast.stmt) and not is_constant(node)]
+    statements = [
+        node for node in nodes if isinstance(node, ast.stmt) and not is_constant(node)
+    ]
     comprehensions = [node for node in nodes if isinstance(node, COMPREHENSIONS)]
     names = [name for node in nodes for name in bound_names(node)]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     lines = text.count("\n")
     return Counts(
         lines=lines,
@@ -280,7 +302,9 @@ def is_tuple_assignment(statement: ast.stmt) -> bool:
     """Tell whether several names are assigned several values: `a, b = c, d`."""
     if not isinstance(statement, ast.Assign):
         return False
-    return isinstance(statement.targets[0], ast.Tuple) and isinstance(statement.value, ast.Tuple)
+    return isinstance(statement.targets[0], ast.Tuple) and isinstance(
+        statement.value, ast.Tuple
+    )
 
 
 def holds_comprehension(comprehension: ast.AST) -> bool:

@@ -14,7 +14,9 @@ OPTIONS_OF_RAYS_SCRIPT = (RUNTIME_ENVIRONMENT, "--language=")
 def request_fork(command: list[str]) -> None:
     """Send the server what makes a process: command, environment, folder, and descriptors."""
     request = {
-        "command": [word for word in command if not word.startswith(OPTIONS_OF_RAYS_SCRIPT)],
+        "command": [
+            word for word in command if not word.startswith(OPTIONS_OF_RAYS_SCRIPT)
+        ],
         "environment": dict(os.environ),
         "folder": os.getcwd(),
     }
@@ -27,7 +29,9 @@ def needs_interpreter(command: list[str]) -> bool:
     """Tell whether the worker has a runtime environment: variables that imports may read, or another folder."""
     texts = [word for word in command if word.startswith(RUNTIME_ENVIRONMENT)]
     contexts = [json.loads(text.removeprefix(RUNTIME_ENVIRONMENT)) for text in texts]
-    return any(context.get("env_vars") or context.get("command_prefix") for context in contexts)
+    return any(
+        context.get("env_vars") or context.get("command_prefix") for context in contexts
+    )
 
 
 def start_interpreter(command: list[str]) -> None:

@@ -22,7 +22,9 @@ def refused(named: str, error: type[Exception] = ConfigError) -> Iterator[None]:
 def rows(table: str) -> pytest.MarkDecorator:
     """The table's lines, each with overrides, as parameter `overrides` of a test."""
     return pytest.mark.parametrize(
-        "overrides", [shlex.split(line) for line in table.strip().splitlines()], ids=" ".join
+        "overrides",
+        [shlex.split(line) for line in table.strip().splitlines()],
+        ids=" ".join,
     )
 
 
@@ -34,5 +36,9 @@ def refused_rows(table: str) -> pytest.MarkDecorator:
     cases = []
     for line in table.strip().splitlines():
         first, *others = shlex.split(line)
-        cases.append((first.partition("=")[0], [first, *others] if "=" in first else others))
-    return pytest.mark.parametrize(("named", "overrides"), cases, ids=[" ".join(given) for _, given in cases])
+        cases.append(
+            (first.partition("=")[0], [first, *others] if "=" in first else others)
+        )
+    return pytest.mark.parametrize(
+        ("named", "overrides"), cases, ids=[" ".join(given) for _, given in cases]
+    )

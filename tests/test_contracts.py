@@ -60,12 +60,18 @@ def tables(folder: str) -> Tables:
     sampling = ("workers/rollout", "workers/engine", "workers/agents")
     rooms = dict.fromkeys(sampling, _rollout_tables)
     rooms["workers/model"] = _model_tables
-    return next((table() for room, table in rooms.items() if folder.startswith(room)), Tables())
+    return next(
+        (table() for room, table in rooms.items() if folder.startswith(room)), Tables()
+    )
 
 
 def _rollout_tables() -> Tables:
     from vllm import RequestOutput
-    from vllm.distributed.weight_transfer import ParamMeta, TrainerWeightTransferEngine, WeightTransferEngine
+    from vllm.distributed.weight_transfer import (
+        ParamMeta,
+        TrainerWeightTransferEngine,
+        WeightTransferEngine,
+    )
     from vllm.outputs import CompletionOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -183,18 +189,31 @@ def test_the_calls_that_matter_most_are_among_those_found(target: str) -> None:
             "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
             "rng_state unused",
         ),
-        ("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal"),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "query key value dropout_p is_causal",
+        ),
         (
             "_scaled_dot_product_flash_attention_for_cpu_backward",
             "grad_out query key value out logsumexp dropout_p is_causal",
         ),
         ("varlen_attn", "query key value cu_seq_q cu_seq_k max_q max_k"),
-        ("flash_attn_varlen_func", "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"),
+        (
+            "flash_attn_varlen_func",
+            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+        ),
     ],
 )
-def test_positions_in_calls_of_attention_kernels_mean_what_we_take_them_for(name: str, expected: str) -> None:
+def test_positions_in_calls_of_attention_kernels_mean_what_we_take_them_for(
+    name: str, expected: str
+) -> None:
     """An argument put in between would shift the others, and their number alone would not say so."""
-    calls = [names for target, found in all_bound().items() if target.endswith(f".{name}") for names in found]
+    calls = [
+        names
+        for target, found in all_bound().items()
+        if target.endswith(f".{name}")
+        for names in found
+    ]
     assert calls
     assert {" ".join(names) for names in calls} == {expected}
 
@@ -205,7 +224,9 @@ def library_subclasses() -> list[type]:
         kind
         for file in FILES
         for kind in vars(module_of(ROOT / file, ROOT)).values()
-        if inspect.isclass(kind) and kind.__module__.startswith("workers") and list(overrides(kind))
+        if inspect.isclass(kind)
+        and kind.__module__.startswith("workers")
+        and list(overrides(kind))
     }
     return sorted(found, key=lambda kind: kind.__qualname__)
 
@@ -217,7 +238,9 @@ def test_classes_that_extend_a_librarys_take_what_it_calls_them_with() -> None:
     for kind in kinds:
         assert kind.__subclasses__() or not inspect.isabstract(kind), kind
         for name, call in overrides(kind):
-            static = isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod))
+            static = isinstance(
+                inspect.getattr_static(kind, name), (staticmethod, classmethod)
+            )
             bind(inspect.signature(getattr(kind, name)), call, with_self=not static)
 
 
@@ -253,7 +276,9 @@ def reached(kind: type, methods: set[str]) -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         member = inspect.getattr_static(kind, name, None)
-        function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        function = (
+            getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        )
         if name in sources or not inspect.isroutine(function):
             continue
         sources[name] = inspect.cleandoc("\n" + inspect.getsource(function))
@@ -261,7 +286,11 @@ def reached(kind: type, methods: set[str]) -> dict[str, str]:
     return sources
 
 
-ON_GPUS_ALONE = {"sleep", "wake_up", "init_weight_transfer_engine"}  # there the engine is never a thread
+ON_GPUS_ALONE = {
+    "sleep",
+    "wake_up",
+    "init_weight_transfer_engine",
+}  # there the engine is never a thread
 
 
 def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> None:
@@ -280,15 +309,21 @@ def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> Non
         for source in reached(AsyncLLM, used | {"__init__"}).values()
         for found in calls_on(source, ("self.engine_core", "engine_core"))
     ]
-    assert {"add_request_async", "get_output_async", "collective_rpc_async"} <= {name for name, _ in asked}
+    assert {"add_request_async", "get_output_async", "collective_rpc_async"} <= {
+        name for name, _ in asked
+    }
     for name, call in asked:
         own = name in vars(EngineThread) or (call is None and has(EngineThread, name))
-        assert own, f"AsyncLLM asks engine_core.{name}, which EngineThread leaves to vLLM's base class"
+        assert own, (
+            f"AsyncLLM asks engine_core.{name}, which EngineThread leaves to vLLM's base class"
+        )
         if call is not None:
             bind(inspect.signature(getattr(EngineThread, name)), call, with_self=True)
     (made,) = [
         call
-        for _, call in calls_on(reached(AsyncLLM, {"__init__"})["__init__"], ("EngineCoreClient",))
+        for _, call in calls_on(
+            reached(AsyncLLM, {"__init__"})["__init__"], ("EngineCoreClient",)
+        )
         if call
     ]
     bind(inspect.signature(EngineThread), made)
@@ -311,7 +346,9 @@ def test_environment_variables_that_we_set_or_read_are_vllms() -> None:
 
 @pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_engine_arguments_of_every_placement_can_be_made(placement: str, tensor_parallel: int) -> None:
+def test_engine_arguments_of_every_placement_can_be_made(
+    placement: str, tensor_parallel: int
+) -> None:
     """Those that come from a `**mapping` are not in the source by name."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -345,16 +382,31 @@ Library.pause.__module__ = "torch.imagined"
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import torch\ntorch.nn.no_such_function()", "torch.nn.no_such_function is not there"),
+        (
+            "import torch\ntorch.nn.no_such_function()",
+            "torch.nn.no_such_function is not there",
+        ),
         ("from torch import no_such_name", "torch has no no_such_name"),
-        ("import torch\ntorch.nn.Linear(1, 2, no_such=3)", "unexpected keyword argument 'no_such'"),
-        ("import torch\nf = torch.nn.Linear\nf(1)", "missing a required argument: 'out_features'"),
+        (
+            "import torch\ntorch.nn.Linear(1, 2, no_such=3)",
+            "unexpected keyword argument 'no_such'",
+        ),
+        (
+            "import torch\nf = torch.nn.Linear\nf(1)",
+            "missing a required argument: 'out_features'",
+        ),
         ("import torch\ntorch.ops.aten.mm(1, 2, 3)", "too many positional arguments"),
         ("import torch\ntorch.nn.Linear(*sizes)", "*sizes: say how many arguments that is"),
-        ("def f(engine):\n    engine.pause('keep')", "a method of Library? name the class of engine"),
+        (
+            "def f(engine):\n    engine.pause('keep')",
+            "a method of Library? name the class of engine",
+        ),
         ("def f(known):\n    known.pause()", "missing a required argument: 'mode'"),
         ("def f(known):\n    known.resume()", "Library has no resume"),
-        ("def f(known):\n    call(known.pause, 'keep', 1)", "too many positional arguments"),
+        (
+            "def f(known):\n    call(known.pause, 'keep', 1)",
+            "too many positional arguments",
+        ),
     ],
 )
 def test_a_call_that_does_not_fit_is_told(source: str, expected: str) -> None:
@@ -367,7 +419,9 @@ def test_a_constant_outside_of_a_literal_type_is_told() -> None:
 
     known = {"receivers": {"engine": AsyncLLM}}
     assert problems_of("engine.pause_generation(mode='keep')", **known) == ""
-    assert "mode='hold' is none of" in problems_of("engine.pause_generation(mode='hold')", **known)
+    assert "mode='hold' is none of" in problems_of(
+        "engine.pause_generation(mode='hold')", **known
+    )
 
 
 def test_ray_prints_the_output_of_actors_in_threads_of_these_names() -> None:
@@ -377,4 +431,6 @@ def test_ray_prints_the_output_of_actors_in_threads_of_these_names() -> None:
 
     source = inspect.getsource(worker.connect)
     assert [name for name in RAYS_THREADS if f'name="{name}"' not in source] == []
-    assert "sys.stdout" in inspect.getsource(worker.print_to_stdstream)  # looked up when it prints
+    assert "sys.stdout" in inspect.getsource(
+        worker.print_to_stdstream
+    )  # looked up when it prints

@@ -17,7 +17,9 @@ from tests.cpu_seconds import (
 
 
 def report(nodeid: str, seconds: float) -> Any:
-    return SimpleNamespace(nodeid=nodeid, user_properties=[(SECONDS, seconds), ("other", 7)])
+    return SimpleNamespace(
+        nodeid=nodeid, user_properties=[(SECONDS, seconds), ("other", 7)]
+    )
 
 
 def test_seconds_are_of_folders_and_of_files_beside_them() -> None:
@@ -58,7 +60,10 @@ def test_a_long_test_without_a_reason_is_named(
 
     test.__doc__ = function
     item: Any = SimpleNamespace(
-        obj=test, module=ModuleType("tests.made", module), stash=pytest.Stash(), user_properties=[]
+        obj=test,
+        module=ModuleType("tests.made", module),
+        stash=pytest.Stash(),
+        user_properties=[],
     )
     pytest_runtest_makereport(item, SimpleNamespace(when="call", duration=seconds))  # type: ignore[arg-type]
     assert ((UNEXPLAINED, seconds) in item.user_properties) == named

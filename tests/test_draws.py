@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RUNS_ALWAYS, RUNS_DRAWN, leave_cases_to_slow, leave_runs_to_slow, shuffle_items
+from tests.conftest import (
+    RUNS_ALWAYS,
+    RUNS_DRAWN,
+    leave_cases_to_slow,
+    leave_runs_to_slow,
+    shuffle_items,
+)
 
 
 class Case:
@@ -26,7 +32,9 @@ class Case:
 
 def matrix(count: int, always: tuple[str, ...] = ()) -> list[Any]:
     marker = SimpleNamespace(args=(count,), kwargs={"always": always})
-    return [Case(f"tests/test_a.py::test_b[{number}]", drawn=marker) for number in range(20)]
+    return [
+        Case(f"tests/test_a.py::test_b[{number}]", drawn=marker) for number in range(20)
+    ]
 
 
 def quick(cases: list[Any]) -> list[str]:
@@ -65,7 +73,9 @@ def test_some_files_of_whole_runs_are_drawn_and_others_always_run(seed: str) -> 
 
 
 def test_a_seed_shuffles_files_and_tests_inside_files_and_keeps_files_whole() -> None:
-    names = [f"tests/test_{file}.py::test_{number}" for file in range(5) for number in range(5)]
+    names = [
+        f"tests/test_{file}.py::test_{number}" for file in range(5) for number in range(5)
+    ]
     orders = []
     for seed in ("a", "a", "b"):
         cases: list[Any] = [Case(name) for name in names]

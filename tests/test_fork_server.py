@@ -53,7 +53,11 @@ def test_ray_notices_the_end_of_a_fork(ray_session: None) -> None:
         ({"command_prefix": ["cd", "folder", "&&"]}, True),
     ],
 )
-def test_runtime_environments_need_an_interpreter(context: dict[str, object], expected: bool) -> None:
+def test_runtime_environments_need_an_interpreter(
+    context: dict[str, object], expected: bool
+) -> None:
     command = ["default_worker.py", "--node-id=1"]
     assert not needs_interpreter(command)
-    assert needs_interpreter([*command, RUNTIME_ENVIRONMENT + json.dumps(context)]) is expected
+    assert (
+        needs_interpreter([*command, RUNTIME_ENVIRONMENT + json.dumps(context)]) is expected
+    )

@@ -48,7 +48,11 @@ def test_mutants_change_operators_bounds_masks_and_names(tmp_path: Path) -> None
     assert not [line for line, _, _ in changes if line in (1, 2, 5)]
     for mutant in mutants_of(file):
         source = file.read_bytes()
-        compile(source[: mutant.start] + mutant.after.encode() + source[mutant.end :], str(file), "exec")
+        compile(
+            source[: mutant.start] + mutant.after.encode() + source[mutant.end :],
+            str(file),
+            "exec",
+        )
 
 
 LOADED = """
@@ -79,13 +83,17 @@ def test_a_loaded_function_gets_the_code_of_its_mutant(
         assert changed != source and new_code(file, source, changed) is None
 
 
-def test_a_recorder_notes_the_statements_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_notes_the_statements_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "recorded_by_mutants.py"
     file.write_text(LOADED)
     monkeypatch.syspath_prepend(tmp_path)
     outer = importlib.import_module("recorded_by_mutants").outer
     ran = set()
-    monkeypatch.setattr("builtins.__ran__", lambda name, line: ran.add((name, line)), raising=False)
+    monkeypatch.setattr(
+        "builtins.__ran__", lambda name, line: ran.add((name, line)), raising=False
+    )
     source = file.read_bytes()
     replace_code(file, new_code(file, source, with_recorder(source, "x.py")) or {})
     assert outer(5) == [7, 12] and ran == {("x.py", 4), ("x.py", 5)}
@@ -97,12 +105,18 @@ def test_mirrored_tests_stand_where_the_file_stands() -> None:
     assert "tests/balancing/search/test_packing.py" in mirrored
     assert not set(mirrored) & set(others)
     mirrored, _ = files_that_test(Path("workers/model/losses/value.py"), Path.cwd())
-    assert "tests/workers/model/test_value_head.py" in mirrored  # by the names that the package exports
+    assert (
+        "tests/workers/model/test_value_head.py" in mirrored
+    )  # by the names that the package exports
 
 
-def test_quick_tests_are_those_without_a_marker_that_pytest_knows(pytestconfig: pytest.Config) -> None:
+def test_quick_tests_are_those_without_a_marker_that_pytest_knows(
+    pytestconfig: pytest.Config,
+) -> None:
     """pytest ends with code 4 at an unknown one, before any test: `make check` ran nothing."""
-    known = {line.partition(":")[0].partition("(")[0] for line in pytestconfig.getini("markers")}
+    known = {
+        line.partition(":")[0].partition("(")[0] for line in pytestconfig.getini("markers")
+    }
     assert set(re.findall(r"\w+", QUICK)) - {"not", "and"} <= known
 
 
@@ -157,7 +171,9 @@ def test_a_test_whose_time_ends_while_pytest_reports_is_left_out(tmp_path: Path)
     root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     command = [sys.executable, "-P", "-c", TRIED]
-    trial = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    trial = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert trial.returncode == 0, trial.stdout + trial.stderr
     assert "slower than 0.05 s: tests/balancing/test_sum.py::test_add" in trial.stdout
     assert "died in mirrored tests: 0 of 1" in trial.stdout

@@ -24,12 +24,24 @@ def test_contracts_and_families_hold_with_the_next_transformers(tmp_path: Path) 
     def run(*arguments: str) -> str:
         command = [sys.executable, "-m", *arguments]
         found = subprocess.run(
-            command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True
+            command,
+            env=environment,
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
         )
         assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
         return found.stdout
 
-    run("pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), f"transformers=={NEXT}")
+    run(
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        f"transformers=={NEXT}",
+    )
     assert f"transformers {NEXT}" in run(
         "pip", "list", "--path", str(tmp_path), "--format", "freeze"
     ).replace("==", " ")

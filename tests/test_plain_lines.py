@@ -17,7 +17,9 @@ STEP = {"controller/__init__.py": "", "controller/step.py": "from workers import
 
 def test_no_figure_rises() -> None:
     texts = plain_lines.read_texts(plain_lines.REPOSITORY)
-    messages = plain_lines.rises(texts, plain_lines.read_table(), plain_lines.texts_of_the_table())
+    messages = plain_lines.rises(
+        texts, plain_lines.read_table(), plain_lines.texts_of_the_table()
+    )
     assert not messages, (
         "figures of tests/plain_lines.toml rose:\n"
         + "\n".join(messages)
@@ -31,7 +33,10 @@ def test_no_figure_rises() -> None:
     [
         (VAGUE, "vague_names_percent: 50, 50 above 0 (workers/new.py +1)"),
         (TUPLES, "tuple_assignments_per_1000: 333.3, 333.3 above 0 (workers/new.py +1)"),
-        (NESTED, "nested_comprehensions_per_1000: 333.3, 333.3 above 0 (workers/new.py +1)"),
+        (
+            NESTED,
+            "nested_comprehensions_per_1000: 333.3, 333.3 above 0 (workers/new.py +1)",
+        ),
         (WIDE, "lines_above_110: 1, 1 above 0 (workers/new.py +1)"),
         (LONG, "functions_above_70: 1, 1 above 0 (workers/new.py +1)"),
         (PLAIN * 251, "files_above_500: 1, 1 above 0 (workers/new.py +1)"),
@@ -51,19 +56,27 @@ def test_the_closure_follows_imports_at_module_level() -> None:
     type_checking = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from workers import big\n"
     lazy = "def step():\n    import workers.big\n"
     assert plain_lines.measure(STEP | big)["step_closure_lines"] == 31
-    assert plain_lines.measure(STEP | big | {"controller/step.py": type_checking})["step_closure_lines"] == 4
-    assert plain_lines.measure(STEP | big | {"controller/step.py": lazy})["step_closure_lines"] == 2
+    assert (
+        plain_lines.measure(STEP | big | {"controller/step.py": type_checking})[
+            "step_closure_lines"
+        ]
+        == 4
+    )
+    assert (
+        plain_lines.measure(STEP | big | {"controller/step.py": lazy})["step_closure_lines"]
+        == 2
+    )
 
 
 def test_docstrings_and_comments_are_no_tokens() -> None:
-    documented = (
-        '"""Double."""\n\n\ndef double(number):  # of apples\n    """Double."""\n    return 2 * number\n'
-    )
+    documented = '"""Double."""\n\n\ndef double(number):  # of apples\n    """Double."""\n    return 2 * number\n'
     assert plain_lines.count_tokens(documented) == (10, 2)
     assert plain_lines.count_tokens('name = f"{first} {second}"\n') == (3, 1)
 
 
-def test_a_written_table_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_table_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures = plain_lines.measure(STEP | {"workers/model/rows/new.py": VAGUE})
     monkeypatch.setattr(plain_lines, "TABLE", tmp_path / "plain_lines.toml")
     plain_lines.TABLE.write_text(plain_lines.render_table(figures))

@@ -73,13 +73,17 @@ PROTECTIONS = {
 
 def calls(path: Path) -> list[ast.Call]:
     return [
-        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
     ]
 
 
 def test_no_code_of_ours_executes_what_it_reads() -> None:
     found = {
-        (str(path.relative_to(ROOT)), ast.unparse(call.func)) for path in SOURCES for call in calls(path)
+        (str(path.relative_to(ROOT)), ast.unparse(call.func))
+        for path in SOURCES
+        for call in calls(path)
     }
     assert {(path, name) for path, name in found if name in EXECUTING} == ALLOWED
 
@@ -94,7 +98,9 @@ def test_no_call_switches_a_protection_off() -> None:
     assert ("workers/model/model.py", "trust_remote_code", "False") in keywords
     for path, name, value in keywords:
         assert PROTECTIONS.get(name or "", value) == value, path
-        assert value.strip("'") not in ("0.0.0.0", "::"), f"{path}: {name} listens on every interface"
+        assert value.strip("'") not in ("0.0.0.0", "::"), (
+            f"{path}: {name} listens on every interface"
+        )
 
 
 class Bomb:
@@ -124,7 +130,9 @@ def test_a_pickle_in_a_file_of_samples_is_refused_unread(
     path, trace = tmp_path / "step-1.npz", tmp_path / "trace"
     arrays = ("records", "objects", "scores", "trained", "tokens.offsets")
     np.savez(path, **{name: np.array([Bomb(trace)], dtype=object) for name in arrays})
-    with pytest.raises((DataError, ValueError), match=r"allow_pickle=False|not a file of samples"):
+    with pytest.raises(
+        (DataError, ValueError), match=r"allow_pickle=False|not a file of samples"
+    ):
         read(path)
     assert not trace.exists()
 
@@ -179,7 +187,9 @@ def test_a_configuration_reads_nothing_but_itself(
 
 def test_yaml_makes_no_objects(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(f"run: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n")
+    path.write_text(
+        f"run: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n"
+    )
     with pytest.raises(ConfigError):
         load(path)
     assert not (tmp_path / "trace").exists()
@@ -187,14 +197,17 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
 
 def test_settings_may_follow_one_another(tmp_path: Path) -> None:
     config = load(
-        write_workspace(tmp_path), ["validation.sampling.max_new_tokens=${rollout.sampling.max_new_tokens}"]
+        write_workspace(tmp_path),
+        ["validation.sampling.max_new_tokens=${rollout.sampling.max_new_tokens}"],
     )
     assert config.validation.sampling.max_new_tokens == 64
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", [evaluate, generate], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("setting", ["reward.function", "rollout.environment", "rollout.agent"])
+@pytest.mark.parametrize(
+    "setting", ["reward.function", "rollout.environment", "rollout.agent"]
+)
 def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,10 +216,16 @@ def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
     setting: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config, run, trace = write_workspace(tmp_path), tmp_path / "runs" / "foreign", tmp_path / "trace"
+    config, run, trace = (
+        write_workspace(tmp_path),
+        tmp_path / "runs" / "foreign",
+        tmp_path / "trace",
+    )
     run.mkdir(parents=True)
     shutil.copytree("model", run / "model")
-    (run / "bomb.py").write_text(f"open({str(trace)!r}, 'w').close()\ndef f(**_): return 1.0\n")
+    (run / "bomb.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\ndef f(**_): return 1.0\n"
+    )
     options = ["reward.function=workers.reward_functions:length", "rollout.max_turns=1"] * (
         setting != "reward.function"
     )
@@ -224,23 +243,32 @@ def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
 
 @pytest.mark.parametrize("setting", ["data.train", "data.validation"])
 def test_a_foreign_runs_task_set_is_imported_only_if_the_caller_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bomb.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
     config, run = write_workspace(tmp_path), tmp_path / "runs" / "foreign"
     run.mkdir(parents=True)
     shutil.copytree("model", run / "model")
-    ours = ["reward.function=workers.reward_functions:length", f"{setting}=verifiers:bomb?select.limit=9"]
+    ours = [
+        "reward.function=workers.reward_functions:length",
+        f"{setting}=verifiers:bomb?select.limit=9",
+    ]
     (run / "config.yaml").write_text(to_yaml(load(config, ours)))
     assert evaluate.main(["--model", str(run), "--dry-run"]) == 2
     assert "names code that would run here: verifiers:bomb" in capsys.readouterr().err
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_foreign_runs_loss_is_neither_replayed_nor_loaded_with_its_policy(tmp_path: Path) -> None:
+def test_a_foreign_runs_loss_is_neither_replayed_nor_loaded_with_its_policy(
+    tmp_path: Path,
+) -> None:
     config = load(
-        write_workspace(tmp_path), ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"]
+        write_workspace(tmp_path),
+        ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"],
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     with pytest.raises(ConfigError, match=r"bomb.py:f.*--trust-run"):

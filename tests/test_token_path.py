@@ -12,7 +12,14 @@ import torch
 from balancing import plan_batch
 from controller.rollout.samples import assemble
 from tests.workers.model.tiny import save_tiny_model
-from workers.batch.dispatch import DispatchMode, Join, RankCoordinates, Split, join_tokens, split_arguments
+from workers.batch.dispatch import (
+    DispatchMode,
+    Join,
+    RankCoordinates,
+    Split,
+    join_tokens,
+    split_arguments,
+)
 from workers.batch.score import Score
 from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
 from workers.engine.requests import SampleRequest
@@ -24,7 +31,9 @@ from workers.roles.policy import PolicyWorker
 from workers.rollout.results import finish_sample, flush
 
 ROOT = Path(__file__).parents[1]
-ROWS = re.findall(r"^\| (`.*) \| (`.*) \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| (`.*) \| (`.*) \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+)
 
 
 def names(cell: str) -> list[str]:
@@ -53,11 +62,17 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
         request = SampleRequest("a", sample, np.array(prompt, np.int32), seed=sample)
         episode = Episode(request.prompt_ids, max_turns=1, max_tokens=8)
         turn = as_response(output(prompt, ids))
-        assert (turn.ids.tolist(), turn.log_probs.tolist()) == (ids, [-float(id) for id in ids])
+        assert (turn.ids.tolist(), turn.log_probs.tolist()) == (
+            ids,
+            [-float(id) for id in ids],
+        )
         episode.add(turn)
         samples.append(finish_sample(request, episode, turn.finish_reason))
     store["block"], results = flush(samples)
-    assert [(result.sample, result.row, result.length) for result in results] == [(0, 0, 5), (1, 1, 6)]
+    assert [(result.sample, result.row, result.length) for result in results] == [
+        (0, 0, 5),
+        (1, 1, 6),
+    ]
     assert [store["block"].row(row)["input_ids"].tolist() for row in range(2)] == [
         prompt + ids for ids in responses.values()
     ]
@@ -65,18 +80,27 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
     scores = {result.key: Score(float(result.sample), "") for result in results}
     rollout = assemble([(result, "block") for result in results], scores)
     batch = rollout.batch.with_columns(advantages=rollout.batch["reward"] - 0.5)
-    assert [(ref, row) for ref, _, row in batch.tokens["input_ids"]] == [("block", 0), ("block", 1)]
+    assert [(ref, row) for ref, _, row in batch.tokens["input_ids"]] == [
+        ("block", 0),
+        ("block", 1),
+    ]
 
-    plan = plan_batch(batch["length"], ranks=1, max_tokens=16, loss_tokens=batch["response_tokens"])
+    plan = plan_batch(
+        batch["length"], ranks=1, max_tokens=16, loss_tokens=batch["response_tokens"]
+    )
     ranks = [RankCoordinates(index=0, dp=0)]
     laid_out, predictions = recorded(monkeypatch)
     worker = policy(save_tiny_model(tmp_path))
     laid_out.clear()
     by_tokens = DispatchMode(Split.PLAN, Join.TOKENS, ("log_probs",))
-    ((arguments, _),) = split_arguments(by_tokens, ranks, (batch, plan), {}, put=lambda share: share)
+    ((arguments, _),) = split_arguments(
+        by_tokens, ranks, (batch, plan), {}, put=lambda share: share
+    )
     store["log_probs"], metrics = worker.log_probs(*arguments)
     batch = batch.with_tokens(
-        old_log_probs=join_tokens(by_tokens, plan, 2, ["log_probs"], [metrics]).tokens["log_probs"]
+        old_log_probs=join_tokens(by_tokens, plan, 2, ["log_probs"], [metrics]).tokens[
+            "log_probs"
+        ]
     )
 
     order = plan.for_rank(0).rows.tolist()
@@ -87,18 +111,28 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
     before = {name: weight.clone() for name, weight in worker.engine.named_weights()}
     laid_out.clear()
     predictions.clear()
-    ((arguments, _),) = split_arguments(by_tokens, ranks, (batch, plan), {}, put=lambda share: share)
-    updated = worker.forward_backward(*arguments, LossConfig(name="reinforce")) | worker.optimizer_step()
+    ((arguments, _),) = split_arguments(
+        by_tokens, ranks, (batch, plan), {}, put=lambda share: share
+    )
+    updated = (
+        worker.forward_backward(*arguments, LossConfig(name="reinforce"))
+        | worker.optimizer_step()
+    )
     (found,), (read,) = laid_out, predictions
     assert found.targets.tolist() == predicted
     assert found.input_ids[0, found.predicting].tolist() == [
         id for row in order for id in [prompt[-1], *responses[row][:-1]]
     ]
     assert read["rollout_log_probs"].tolist() == [-float(id) for id in predicted]
-    assert read["advantages"].tolist() == [row - 0.5 for row in order for _ in responses[row]]
+    assert read["advantages"].tolist() == [
+        row - 0.5 for row in order for _ in responses[row]
+    ]
     torch.testing.assert_close(read.log_probs, read["old_log_probs"])  # of the same weights
     assert updated["grad_norm"].result() > 0
-    assert any(not torch.equal(before[name], weight) for name, weight in worker.engine.named_weights())
+    assert any(
+        not torch.equal(before[name], weight)
+        for name, weight in worker.engine.named_weights()
+    )
 
 
 def output(prompt: list[int], ids: list[int]) -> Any:
@@ -106,8 +140,13 @@ def output(prompt: list[int], ids: list[int]) -> Any:
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
-    logprobs, spans = FlatLogprobs(logprobs=[-float(id) for id in ids]), [WeightVersionSpan("0", 0, len(ids))]
-    completion = CompletionOutput(0, "", ids, None, logprobs, finish_reason="stop", weight_versions=spans)
+    logprobs, spans = (
+        FlatLogprobs(logprobs=[-float(id) for id in ids]),
+        [WeightVersionSpan("0", 0, len(ids))],
+    )
+    completion = CompletionOutput(
+        0, "", ids, None, logprobs, finish_reason="stop", weight_versions=spans
+    )
     return RequestOutput("a/0/1", None, prompt, None, [completion], finished=True)
 
 

@@ -21,8 +21,19 @@ import pytest
 from workers.user_code import process
 
 TRIALS = ("workers.trials:", "workers.math_answers:")
-IMPORTED = ["numpy", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "jinja2.sandbox"]
-IMPORTED += ["transformers.utils.chat_template_utils", "transformers.modeling_utils", "peft", "math_verify"]
+IMPORTED = [
+    "numpy",
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "jinja2.sandbox",
+]
+IMPORTED += [
+    "transformers.utils.chat_template_utils",
+    "transformers.modeling_utils",
+    "peft",
+    "math_verify",
+]
 SERVER = forkserver.ForkServer()
 SERVER.set_forkserver_preload(IMPORTED)
 
@@ -39,7 +50,9 @@ def connect(descriptors: list[int]) -> tuple[int, int]:
 class ForkedProcess:
     """What `UserProcess` uses of `subprocess.Popen`."""
 
-    def __init__(self, command: list[str], pass_fds: list[int], env: dict[str, str], **_: Any) -> None:
+    def __init__(
+        self, command: list[str], pass_fds: list[int], env: dict[str, str], **_: Any
+    ) -> None:
         outputs, output = os.pipe()
         errors, error = os.pipe()
         with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +64,11 @@ class ForkedProcess:
         self.stderr = os.fdopen(errors, "rb")
         *_, target, _ = command
         with os.fdopen(request, "wb") as file:
-            file.write(ForkingPickler.dumps({"sys_path": ["", *env["PYTHONPATH"].split(os.pathsep)]}))
+            file.write(
+                ForkingPickler.dumps(
+                    {"sys_path": ["", *env["PYTHONPATH"].split(os.pathsep)]}
+                )
+            )
             file.write(ForkingPickler.dumps(Trial(target, env, os.getcwd())))
         self.pid = forkserver.read_signed(self._status)
         self._exit_code: int | None = None
@@ -87,7 +104,9 @@ class Trial:
         try:
             process.main()
         except SystemExit as exit_:
-            return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+            return (
+                exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+            )
         except BaseException:
             traceback.print_exc()
             return 1

@@ -25,7 +25,11 @@ def clean_prompt(prompt: Any, place: str) -> Any:
         )
     if not prompt or (isinstance(prompt, str) and prompt.isspace()):
         raise DataError(f"{place} has an empty prompt.")
-    return prompt if isinstance(prompt, str) else [_message(message, place) for message in prompt]
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else [_message(message, place) for message in prompt]
+    )
 
 
 def check_not_blank(prompt: Any, place: str) -> None:
@@ -48,15 +52,23 @@ def messages_in(value: Any) -> Any:
         return value
     messages = parse_json(value)
     is_chat = (
-        isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, dict) and "role" in m for m in messages)
     )
     return messages if is_chat else value
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        keys = f" with the keys {', '.join(map(repr, message))!s:.80}" if isinstance(message, dict) else ""
-        raise DataError(f"{place} has a malformed chat message{keys}. Give it a role and a content.")
+        keys = (
+            f" with the keys {', '.join(map(repr, message))!s:.80}"
+            if isinstance(message, dict)
+            else ""
+        )
+        raise DataError(
+            f"{place} has a malformed chat message{keys}. Give it a role and a content."
+        )
     fields = {name: value for name, value in message.items() if value is not None}
     if "function_call" in fields:
         fields = _with_calls(fields, place)
@@ -65,7 +77,9 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     content = fields.get("content")
     if isinstance(content, list):
         return fields | {"content": [_part(part, place) for part in content]}
-    if not isinstance(content, str) and (content is not None or not fields.get("tool_calls")):
+    if not isinstance(content, str) and (
+        content is not None or not fields.get("tool_calls")
+    ):
         raise DataError(
             f"{place} has a chat message of role {message['role']!r} whose content is of type "
             f"{type(content).__name__}. Give it a text, which may be empty."
@@ -91,8 +105,13 @@ def _with_calls(message: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
     calls = parse_json(value)
-    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls or ()]
-    if not isinstance(calls, list) or not all(isinstance(function, dict) for function in functions):
+    functions = [
+        call.get("function", call) if isinstance(call, dict) else call
+        for call in calls or ()
+    ]
+    if not isinstance(calls, list) or not all(
+        isinstance(function, dict) for function in functions
+    ):
         raise DataError(
             f"{place} has a message with malformed tool_calls. Give a list of calls, each with a function."
         )
@@ -103,7 +122,9 @@ def _part(part: Any, place: str) -> dict[str, Any]:
     part = {"type": "text", "text": part} if isinstance(part, str) else part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind in ("image", "image_url"):
-        image = next((part[name] for name in IMAGE_PLACES if part.get(name) is not None), None)
+        image = next(
+            (part[name] for name in IMAGE_PLACES if part.get(name) is not None), None
+        )
         image = image.get("url") if isinstance(image, dict) and "url" in image else image
         return IMAGE_PART if image is None else IMAGE_PART | {"image": image}
     if kind != "text" or not isinstance(part.get("text"), str):

@@ -12,8 +12,18 @@ from typing import Any
 from workers.errors import ConfigError
 from workers.json_file import read_json
 
-DEFAULT, TOOLS = "default", "tool_use"  # names of the templates for prompts without and with tools
-OF_EVERY_TEMPLATE = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+DEFAULT, TOOLS = (
+    "default",
+    "tool_use",
+)  # names of the templates for prompts without and with tools
+OF_EVERY_TEMPLATE = {
+    "messages",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+}
 ASKING = ("defined", "undefined", "default")
 FUNCTIONS = {"raise_exception", "strftime_now"}  # that transformers gives to templates
 
@@ -47,13 +57,23 @@ def template_of(folder: Path, file: str = "") -> Template | None:
         template = _of_file(folder / "chat_template.json").get("chat_template")
     texts: dict[Any, Any] = {DEFAULT: template}
     if isinstance(template, list):
-        texts = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        texts = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
     files = {
         DEFAULT: folder / "chat_template.jinja",
         TOOLS: folder / "additional_chat_templates" / f"{TOOLS}.jinja",
     }
-    texts |= {name: read_template(str(file), "model.path") for name, file in files.items() if file.is_file()}
-    text, with_tools = (texts[name] if isinstance(texts.get(name), str) else "" for name in (DEFAULT, TOOLS))
+    texts |= {
+        name: read_template(str(file), "model.path")
+        for name, file in files.items()
+        if file.is_file()
+    }
+    text, with_tools = (
+        texts[name] if isinstance(texts.get(name), str) else "" for name in (DEFAULT, TOOLS)
+    )
     return Template(text, special_tokens, with_tools) if text else None
 
 
@@ -64,7 +84,9 @@ def read_template(file: str, setting: str = "model.chat_template") -> str:
             raise OSError("there is no such file")
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting}={file}: cannot be read: {error}. Give a Jinja file in UTF-8.") from None
+        raise ConfigError(
+            f"{setting}={file}: cannot be read: {error}. Give a Jinja file in UTF-8."
+        ) from None
     if not text.strip():
         raise ConfigError(f"{setting}={file}: the file is empty. Give a Jinja file.")
     return text
@@ -98,7 +120,9 @@ def variables_of(template: str) -> Variables:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    tree = ImmutableSandboxedEnvironment(extensions=[Generation, "jinja2.ext.loopcontrols"]).parse(template)
+    tree = ImmutableSandboxedEnvironment(
+        extensions=[Generation, "jinja2.ext.loopcontrols"]
+    ).parse(template)
     read = meta.find_undeclared_variables(tree) - FUNCTIONS
     stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     in_macros = {
@@ -115,9 +139,13 @@ def variables_of(template: str) -> Variables:
         and (id(node.node), node.node.name) not in in_macros
     }
     words = {node.attr for node in tree.find_all(nodes.Getattr)}
-    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    words |= {
+        node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+    }
     return Variables(
-        frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - optional_names)), frozenset(words)
+        frozenset(read),
+        frozenset(read - OF_EVERY_TEMPLATE - (stored - optional_names)),
+        frozenset(words),
     )
 
 
@@ -125,7 +153,11 @@ def check_read(template: str, options: Iterable[str]) -> None:
     """Raise ConfigError for options that the template never reads. Compiles it, as `variables_of` does."""
     if unread := sorted(set(options) - (variables_of(template).read if options else set())):
         arguments = sorted(variables_of(template).arguments)
-        advice = f"It reads {', '.join(arguments)}" if arguments else "It reads no arguments and no tools"
+        advice = (
+            f"It reads {', '.join(arguments)}"
+            if arguments
+            else "It reads no arguments and no tools"
+        )
         raise ConfigError(f"the chat template never reads {unread[0]!r}. {advice}.")
 
 
@@ -151,10 +183,13 @@ def time_limit(seconds: float, setting: str) -> Iterator[None]:
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     tokens = settings | _of_file(folder / "special_tokens_map.json")
     plain = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in tokens.items()
     }
     return {
-        name: token for name, token in plain.items() if name.endswith("_token") and isinstance(token, str)
+        name: token
+        for name, token in plain.items()
+        if name.endswith("_token") and isinstance(token, str)
     }
 
 

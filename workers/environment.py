@@ -102,9 +102,13 @@ def as_opening(value: Any) -> Text:
 def as_observation(value: Any) -> dict[str, Any]:
     """Fields of the Observation that `step` returned. Raises DataError for another value or a wrong type."""
     if not isinstance(value, Observation):
-        raise DataError(f"step must return a workers.environment.Observation, it returned {quote(value)}.")
+        raise DataError(
+            f"step must return a workers.environment.Observation, it returned {quote(value)}."
+        )
     if not isinstance(value.done, bool):
-        raise DataError(f"the done of an Observation must be true or false, not {quote(value.done)}.")
+        raise DataError(
+            f"the done of an Observation must be true or false, not {quote(value.done)}."
+        )
     for name, number in {"reward": value.reward, **value.parts}.items():
         if not isinstance(number, (int, float)) or not is_finite(number):
             raise DataError(
@@ -116,19 +120,24 @@ def as_observation(value: Any) -> dict[str, Any]:
 
 
 def as_text(said: Text) -> str:
-    return said if isinstance(said, str) else "\n".join(_content(message) for message in said)
+    return (
+        said if isinstance(said, str) else "\n".join(_content(message) for message in said)
+    )
 
 
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [content]
     return "".join(
-        str(part.get("text", "<image>")) if isinstance(part, dict) else str(part) for part in parts
+        str(part.get("text", "<image>")) if isinstance(part, dict) else str(part)
+        for part in parts
     )
 
 
 def _check_text(value: Any, method: str) -> Text:
-    messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    messages = isinstance(value, list) and all(
+        isinstance(message, dict) for message in value
+    )
     if not isinstance(value, str) and not messages:
         raise DataError(
             f"the text that {method} returns must be a string or chat messages, not {quote(value)}."
@@ -140,7 +149,9 @@ def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
     """Write the images of a message, which travels as JSON, as data: URLs."""
     content = message.get("content")
     return (
-        message | {"content": [_with_url(part) for part in content]} if isinstance(content, list) else message
+        message | {"content": [_with_url(part) for part in content]}
+        if isinstance(content, list)
+        else message
     )
 
 

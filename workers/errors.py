@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
+LONGEST_QUOTE = (
+    200  # characters of an error's text, or of the last line that a process wrote
+)
 SETTING_OF_ERROR = re.compile(r"([a-z_]+(?:\.[a-z_]+)+=\S*?)(?=[:,.]*(\s|$))")
 _QUOTES = reprlib.Repr()
 _QUOTES.maxstring = _QUOTES.maxother = 80
@@ -80,7 +82,9 @@ class EpisodeError(BallastError):
 
 def without_control(text: str) -> str:
     """Escape characters that steer a terminal or show nothing on it. Lines and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else _escape(char) for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else _escape(char) for char in text
+    )
 
 
 def _escape(char: str) -> str:
@@ -90,7 +94,9 @@ def _escape(char: str) -> str:
 def one_line(error: BaseException) -> str:
     """Write an error as a command prints it: one line, without characters that steer a terminal."""
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:  # `[Errno 13] Permission denied: ...` otherwise
+    if (
+        isinstance(error, OSError) and error.strerror
+    ):  # `[Errno 13] Permission denied: ...` otherwise
         text = f"{error.filename or 'a file'}: {error.strerror}."
     return without_control(text.replace("\n", "\\n"))
 
@@ -115,7 +121,9 @@ def why_not_json(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     text = clause(error)
-    return "a number has more than 4,300 digits" if "set_int_max_str_digits" in text else text
+    return (
+        "a number has more than 4,300 digits" if "set_int_max_str_digits" in text else text
+    )
 
 
 def describe_error(error: BaseException) -> str:
@@ -137,7 +145,9 @@ def _shadowed_package(error: BaseException) -> str:
         name = error.name
     else:
         name = (
-            getattr(getattr(error, "obj", None), "__name__", "") if isinstance(error, AttributeError) else ""
+            getattr(getattr(error, "obj", None), "__name__", "")
+            if isinstance(error, AttributeError)
+            else ""
         )
     package = (name or "").partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None)

@@ -8,10 +8,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-HEAD_BYTES = 2**16  # of a request's line and headers, which no library here limits in time and size
+HEAD_BYTES = (
+    2**16
+)  # of a request's line and headers, which no library here limits in time and size
 HEAD_SECONDS = 20.0
 MOST_CONNECTIONS = 4096
-REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+REASONS = {
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 class Guard(asyncio.Protocol):
@@ -72,7 +78,9 @@ class Guard(asyncio.Protocol):
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._refuse, 408)
+            self._timer = asyncio.get_running_loop().call_later(
+                HEAD_SECONDS, self._refuse, 408
+            )
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -18,7 +18,9 @@ THOUGHT = r"(?:think|thinking|thought|seed:think)"
 END_OF_THOUGHT = re.compile(rf"</{THOUGHT}>|\[/THINK\]|◁/think▷")
 START_OF_THOUGHT = re.compile(rf"<{THOUGHT}>|\[THINK\]|◁think▷")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-LAYOUT = r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*+"  # possessive: long white space is tried once
+LAYOUT = (
+    r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*+"  # possessive: long white space is tried once
+)
 JOINED = r"(?:[,;]\s*+(?:and|or)?|and|or)"
 # Such as `\) and \( y =`. A comma in a sentence joins nothing: "\boxed{3}, so the answer is \boxed{4}".
 BETWEEN_BOXES = re.compile(
@@ -27,12 +29,16 @@ BETWEEN_BOXES = re.compile(
 MARKED_MATHEMATICS = re.compile(r"\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\]", re.DOTALL)
 WHOLE = re.compile(r"\$+([^$]+)\$+")
 FACTORS = r"percent|pct|dozen|hundred|thousand|million|billion|trillion"
-COUNTED_THINGS = re.compile(rf"(-?[\d.,]*\d)\s+(?!{FACTORS})[A-Za-z]{{3,}}(?:\s+[A-Za-z]+)*\.?")
+COUNTED_THINGS = re.compile(
+    rf"(-?[\d.,]*\d)\s+(?!{FACTORS})[A-Za-z]{{3,}}(?:\s+[A-Za-z]+)*\.?"
+)
 WORDS = re.compile(r"(?:\\text\s*\{)?\s*([A-Za-z]{4,}|[A-Za-z]+(?: [A-Za-z]+)+)\s*\}?")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 ONLY_WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+)*")
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL)
-SAYS = re.compile(r"(?:answer\s*(?:is|:)|答案\s*(?:是|：|:))[\s:*]*+([^\n:：]{1,80})$", re.IGNORECASE)
+SAYS = re.compile(
+    r"(?:answer\s*(?:is|:)|答案\s*(?:是|：|:))[\s:*]*+([^\n:：]{1,80})$", re.IGNORECASE
+)
 """A last sentence that names the answer. What stands there is read as an answer if it is a choice or one
 word.
 """
@@ -62,10 +68,16 @@ class MathAnswer:
         if self.choice and other.choice:
             return self.choice == other.choice
         same_text = bool(self.text) and self.text == other.text
-        if same_text or verify(list(self.expressions), list(other.expressions), allow_set_relation_comp=True):
+        if same_text or verify(
+            list(self.expressions), list(other.expressions), allow_set_relation_comp=True
+        ):
             return True
         # math-verify lets 10% answer 10, and not 12.5% answer 12.5.
-        return other.text.endswith("%") and "%" not in self.text and self.text == other.text.rstrip("\\%")
+        return (
+            other.text.endswith("%")
+            and "%" not in self.text
+            and self.text == other.text.rstrip("\\%")
+        )
 
     def __str__(self) -> str:
         return self.choice or (str(self.expressions[0]) if self.expressions else "")
@@ -165,13 +177,21 @@ def _read_bare(text: str) -> MathAnswer:
     text = plain_text(text)
     letter, behind = choice_in(text)
     if letter:
-        rest = _read_bare(behind) if behind else MathAnswer(parse(f"\\boxed{{{letter}}}"), letter)
+        rest = (
+            _read_bare(behind)
+            if behind
+            else MathAnswer(parse(f"\\boxed{{{letter}}}"), letter)
+        )
         return MathAnswer(rest.expressions, rest.text, letter)
     if words := WORDS.fullmatch(text):  # as mathematics, ABCD is a product and equals ABDC
-        return MathAnswer(parse(f"\\boxed{{\\text{{{words[1]}}}}}"), squeeze(words[1]).lower())
+        return MathAnswer(
+            parse(f"\\boxed{{\\text{{{words[1]}}}}}"), squeeze(words[1]).lower()
+        )
     counted = COUNTED_THINGS.fullmatch(text)
     expression = counted[1] if counted else text
-    return MathAnswer(parse(f"\\boxed{{{expression}}}") if expression else [], squeeze(text))
+    return MathAnswer(
+        parse(f"\\boxed{{{expression}}}") if expression else [], squeeze(text)
+    )
 
 
 def last_boxes(text: str) -> tuple[str, str]:

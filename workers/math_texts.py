@@ -50,7 +50,9 @@ def plain_text(text: str) -> str:
     text = emphasized[2] if emphasized else text
     if not text.endswith(".."):
         text = text.removesuffix(".").removesuffix("。")
-    text = ROOT.sub(lambda root: f"\\sqrt{{{root['inner'] or root[1]}}}", text.translate(SIGNS))
+    text = ROOT.sub(
+        lambda root: f"\\sqrt{{{root['inner'] or root[1]}}}", text.translate(SIGNS)
+    )
     text = EMPTY_SET.sub(r"\\emptyset", THOUSANDS.sub("", text)).strip()
     if mixed := MIXED.fullmatch(text):
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"

@@ -22,7 +22,9 @@ def use_rays_interface() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         interfaces[name] = [address.address for address in addresses]
     user_variables = {*os.environ, *variables_in(nccl_files(os.environ))}
-    os.environ.update(socket_variables(ray.util.get_node_ip_address(), interfaces, user_variables))
+    os.environ.update(
+        socket_variables(ray.util.get_node_ip_address(), interfaces, user_variables)
+    )
 
 
 def socket_variables(
@@ -35,7 +37,11 @@ def socket_variables(
     if name is None:
         return {}
     variables = {GLOO: name, NCCL: f"={name}"}  # without "=" NCCL would match eth10, too
-    return {variable: value for variable, value in variables.items() if variable not in user_variables}
+    return {
+        variable: value
+        for variable, value in variables.items()
+        if variable not in user_variables
+    }
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
@@ -53,14 +59,21 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str |
 
 def nccl_files(environment: Mapping[str, str]) -> list[Path]:
     user_file = environment.get("NCCL_CONF_FILE")
-    return [Path(user_file) if user_file else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
+    return [
+        Path(user_file) if user_file else Path.home() / ".nccl.conf",
+        Path("/etc/nccl.conf"),
+    ]
 
 
 def variables_in(files: Iterable[Path]) -> set[str]:
     """Return the names that files with lines NAME=value set. Missing files set none."""
-    lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
+    lines = [
+        line for file in files if file.is_file() for line in file.read_text().splitlines()
+    ]
     return {
-        line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")
+        line.partition("=")[0].strip()
+        for line in lines
+        if "=" in line and not line.lstrip().startswith("#")
     }
 
 

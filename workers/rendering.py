@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from workers.batch.placed_images import Image, Placed
-from workers.chat_templates import Template, check_read, read_template, time_limit, variables_of
+from workers.chat_templates import (
+    Template,
+    check_read,
+    read_template,
+    time_limit,
+    variables_of,
+)
 from workers.errors import ConfigError, DataError, describe_error
 from workers.images.images import ImageSource, url_of
 from workers.images.placeholders import Placeholders
@@ -42,8 +48,13 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 
 Options = dict[str, Any]
 """Of `apply_chat_template`: `tools`, JSON schemas, and variables of the template by name."""
-CONTROLS = {"add_generation_prompt", "continue_final_message"}  # options that this module sets
-LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
+CONTROLS = {
+    "add_generation_prompt",
+    "continue_final_message",
+}  # options that this module sets
+LONGEST_RENDERED = (
+    20_000_000  # characters: above any model's context, and tokenized within a minute
+)
 IMAGE_IN_TEXT = "<image>"
 READ_OF_MESSAGES = {"role", "content", "tool_calls", "weight", "train"}
 """Keys of messages that need no template: `tokenized.is_trained` reads the last two."""
@@ -63,16 +74,23 @@ def with_images(prompt: Any, column: Any, place: str) -> tuple[Any, list[Any]]:
     parts = image_parts(prompt)
     inside = [part["image"] for part in parts if "image" in part]
     if inside and images:
-        raise DataError(f"{place} has images in its messages and in data.image_key. Give them once.")
+        raise DataError(
+            f"{place} has images in its messages and in data.image_key. Give them once."
+        )
     splits = bool(images) and not parts
     return [
-        m | {"content": _bare(m["content"], splits)} if "content" in m else m for m in prompt
+        m | {"content": _bare(m["content"], splits)} if "content" in m else m
+        for m in prompt
     ], inside or images
 
 
 def image_parts(messages: Messages) -> list[dict[str, Any]]:
     """Return the parts of cleaned messages that are images, in order."""
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    contents = [
+        message["content"]
+        for message in messages
+        if isinstance(message.get("content"), list)
+    ]
     return [part for content in contents for part in content if part["type"] == "image"]
 
 
@@ -83,9 +101,13 @@ def with_image_parts(messages: Messages, parts: Sequence[dict[str, Any]]) -> Mes
     def changed(content: Any) -> Any:
         if not isinstance(content, list):
             return content
-        return [next(remaining_parts) if part["type"] == "image" else part for part in content]
+        return [
+            next(remaining_parts) if part["type"] == "image" else part for part in content
+        ]
 
-    return [m | {"content": changed(m["content"])} if "content" in m else m for m in messages]
+    return [
+        m | {"content": changed(m["content"])} if "content" in m else m for m in messages
+    ]
 
 
 def with_urls(
@@ -97,7 +119,9 @@ def with_urls(
     urls = [url_of(image) for image in images]
     prompt = record[prompt_key]
     if isinstance(prompt, list):
-        prompt = with_image_parts(prompt, [{"type": "image_url", "image_url": {"url": url}} for url in urls])
+        prompt = with_image_parts(
+            prompt, [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        )
     return record | {prompt_key: prompt, image_key: urls}
 
 
@@ -106,7 +130,10 @@ def _bare(content: Any, splits: bool) -> Any:
         return [IMAGE_PART if part["type"] == "image" else part for part in content]
     if not splits or IMAGE_IN_TEXT not in content:
         return content
-    texts = [[{"type": "text", "text": text}] if text else [] for text in content.split(IMAGE_IN_TEXT)]
+    texts = [
+        [{"type": "text", "text": text}] if text else []
+        for text in content.split(IMAGE_IN_TEXT)
+    ]
     return [*texts[0], *(part for text in texts[1:] for part in (IMAGE_PART, *text))]
 
 
@@ -122,7 +149,9 @@ def options_of(record: Mapping[str, Any], run: Options, place: str) -> Options:
         )
     tools = _read_column(record, "tools", list, place)
     options = (
-        run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, place) for tool in tools]})
+        run
+        | (arguments or {})
+        | ({} if tools is None else {"tools": [_tool(tool, place) for tool in tools]})
     )
     return (
         options
@@ -157,13 +186,24 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
 def _structure(message: dict[str, Any]) -> tuple[Any, ...]:
     """Return what decides whether a template shows a message."""
     content = message.get("content") or ""
-    parts = [part["type"] for part in content] if isinstance(content, list) else bool(content.strip())
-    return message["role"], str(parts), len(message.get("tool_calls") or ()), *sorted(message.keys())
+    parts = (
+        [part["type"] for part in content]
+        if isinstance(content, list)
+        else bool(content.strip())
+    )
+    return (
+        message["role"],
+        str(parts),
+        len(message.get("tool_calls") or ()),
+        *sorted(message.keys()),
+    )
 
 
 def check_size(text: str) -> str:
     if len(text) > LONGEST_RENDERED:
-        raise ValueError(f"the text has {len(text):,} characters, more than {LONGEST_RENDERED:,}")
+        raise ValueError(
+            f"the text has {len(text):,} characters, more than {LONGEST_RENDERED:,}"
+        )
     return text
 
 
@@ -205,7 +245,9 @@ class Renderer:
         """Read a record's images. folder: of relative paths. Raises ImageError, naming `place`."""
         return [ImageSource(value, place, folder, pixels).image() for value in values]
 
-    def expand(self, ids: np.ndarray, images: Sequence[Image], place: str) -> tuple[np.ndarray, Placed]:
+    def expand(
+        self, ids: np.ndarray, images: Sequence[Image], place: str
+    ) -> tuple[np.ndarray, Placed]:
         """Replace placeholders in ids of a rendered text by the images' tokens. Raises DataError, naming
         `place`.
         """
@@ -221,13 +263,18 @@ class Renderer:
         """Return the number of placeholders."""
         return 0 if self.placeholders is None else int(np.sum(ids == self.placeholders.id))
 
-    def prompt_ids(self, prompt: Any, place: str, options: Options | None = None) -> np.ndarray:
+    def prompt_ids(
+        self, prompt: Any, place: str, options: Options | None = None
+    ) -> np.ndarray:
         """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `place`."""
         if isinstance(prompt, str):
             full_ids, bare = (
-                self._encode(prompt, place, add_special_tokens=adds_special) for adds_special in (True, False)
+                self._encode(prompt, place, add_special_tokens=adds_special)
+                for adds_special in (True, False)
             )
-            start = next((i for i in range(len(full_ids)) if full_ids[i : i + len(bare)] == bare), 0)
+            start = next(
+                (i for i in range(len(full_ids)) if full_ids[i : i + len(bare)] == bare), 0
+            )
             ids = bare if bare[:start] == full_ids[:start] else [*full_ids[:start], *bare]
         else:
             options = (options or {}) | self.end(prompt, place)
@@ -256,7 +303,9 @@ class Renderer:
         self._check_template(place)
         try:
             if names := options.keys() - CONTROLS:
-                check_read(self.tokenizer.get_chat_template(tools=options.get("tools")), names)
+                check_read(
+                    self.tokenizer.get_chat_template(tools=options.get("tools")), names
+                )
             return self._render_form(messages, **options)
         except ConfigError as error:
             raise DataError(f"{place} is not rendered: {error}") from None
@@ -275,7 +324,9 @@ class Renderer:
         Raises DataError, naming `where`, for what it cannot take.
         """
         self._check_template(where)
-        words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
+        words = variables_of(
+            self.tokenizer.get_chat_template(tools=options.get("tools"))
+        ).words
         read_keys = {"role", "content", "tool_calls", *words}
         try:
             formed = self._forms_for(options).apply(messages)
@@ -297,14 +348,18 @@ class Renderer:
         anchor, start = self._anchor(text, last, place)
         return self.ids(anchor + text, place)[start:]
 
-    def ids_and_ends(self, text: str, place: str, last: int | None = None) -> tuple[list[int], np.ndarray]:
+    def ids_and_ends(
+        self, text: str, place: str, last: int | None = None
+    ) -> tuple[list[int], np.ndarray]:
         """Return `ids_behind`, and where each ends in the text. Raises DataError, naming `place`."""
         if not self.tokenizer.is_fast:
             raise DataError(
                 f"{place}: the tokenizer of model.path has no fast form, which tells tokens' places."
             )
         anchor, start = self._anchor(text, last, place)
-        encoding = self._tokenize(anchor + text, place, add_special_tokens=False, return_offsets_mapping=True)
+        encoding = self._tokenize(
+            anchor + text, place, add_special_tokens=False, return_offsets_mapping=True
+        )
         ends = np.array([end for _, end in encoding["offset_mapping"][start:]], np.int64)
         return encoding["input_ids"][start:], ends - len(anchor)
 
@@ -325,14 +380,18 @@ class Renderer:
     def _puts_blank(self) -> bool:
         return puts_blank(self.tokenizer)
 
-    def encode_marked(self, messages: Messages, place: str, **options: Any) -> tuple[list[int], np.ndarray]:
+    def encode_marked(
+        self, messages: Messages, place: str, **options: Any
+    ) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming
         `place`.
         """
         self.text(messages, place, **options)
         options |= {"return_dict": True, "return_assistant_tokens_mask": True}
         encoding = self._apply_template(self._forms_for(options).apply(messages), **options)
-        return self.check_ids(encoding["input_ids"], place), np.array(encoding["assistant_masks"], dtype=bool)
+        return self.check_ids(encoding["input_ids"], place), np.array(
+            encoding["assistant_masks"], dtype=bool
+        )
 
     def check_shown(self, messages: Messages, place: str, **options: Any) -> None:
         """Raise DataError, naming `place`, if the template leaves out the content or the calls of a cleaned
@@ -368,7 +427,9 @@ class Renderer:
             )
 
     def _note_unread(self, messages: Messages, place: str, options: Options) -> None:
-        words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
+        words = variables_of(
+            self.tokenizer.get_chat_template(tools=options.get("tools"))
+        ).words
         for message in self._forms_for(options).apply(messages):
             role = message["role"]
             if role not in words and role not in ROLES:
@@ -377,8 +438,12 @@ class Renderer:
                     f"{place}: the chat template of {self.source} shows the role {role!r} and does not know "
                     f"it. Rename it to one of {', '.join(ROLES)}.",
                 )
-            keys = {name for name, value in message.items() if value not in (None, "", [], {})}
-            for name in sorted(keys - words - (READ_OF_TOOLS if role == "tool" else READ_OF_MESSAGES)):
+            keys = {
+                name for name, value in message.items() if value not in (None, "", [], {})
+            }
+            for name in sorted(
+                keys - words - (READ_OF_TOOLS if role == "tool" else READ_OF_MESSAGES)
+            ):
                 self.unread.setdefault(
                     f"{role}.{name}",
                     f"{place}: the chat template of {self.source} never reads the key {name!r} of messages "
@@ -409,7 +474,9 @@ class Renderer:
         try:
             text.encode()  # tokenizers' errors say less about half a character
         except UnicodeEncodeError as error:
-            raise DataError(f"{place} cannot be encoded as Unicode: {describe_error(error)}.") from None
+            raise DataError(
+                f"{place} cannot be encoded as Unicode: {describe_error(error)}."
+            ) from None
         encoding = self.tokenizer(text, **options)
         self.check_ids(encoding["input_ids"], place)
         return encoding
@@ -448,4 +515,6 @@ def render_isolated(
         given = (trials, template.special_tokens, answered, examined, name)
         return ask(render, *given, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
-        raise ConfigError(f"{name} {error} on the first {len(prompts)} prompts. Fix the template.") from None
+        raise ConfigError(
+            f"{name} {error} on the first {len(prompts)} prompts. Fix the template."
+        ) from None

@@ -27,19 +27,26 @@ def math(response: str, answer: Any) -> dict[str, float | str]:
     expected = read_expected(answer)
     response_answer = read_response(response)
     # Voting needs one text for equal answers: the parsed expression's, not the response's.
-    return {"reward": float(expected.equals(response_answer)), "answer": str(response_answer)}
+    return {
+        "reward": float(expected.equals(response_answer)),
+        "answer": str(response_answer),
+    }
 
 
 def format_tags(response: str) -> float:
     """1 if the response is `<think>...</think><answer>...</answer>`, each tag once, with only white space
     outside.
     """
-    once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    once = all(
+        response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")
+    )
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
     return float(once and re.fullmatch(form, response, re.DOTALL) is not None)
 
 
-def last_match(response: str, pattern: str, values: Mapping[str, float] | None = None) -> float:
+def last_match(
+    response: str, pattern: str, values: Mapping[str, float] | None = None
+) -> float:
     """Return the number in the last match's group, or its value by `values`. Raises ValueError without a
     match.
     """

@@ -28,7 +28,12 @@ PROBE = "probe"
 MAPPING, TEXT, EITHER = "mapping", "text", "either"
 ARGUMENTS = {"a": PROBE}
 QUESTION: dict[str, Any] = {"role": "user", "content": "question"}
-RESULT: dict[str, Any] = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "result"}
+RESULT: dict[str, Any] = {
+    "role": "tool",
+    "name": "add",
+    "tool_call_id": "call00000",
+    "content": "result",
+}
 ROLES = ("system", "user", "assistant", "tool")
 FOREIGN_ROLES = {
     "developer": "system",
@@ -61,7 +66,10 @@ class TemplateForms:
         """Convert cleaned messages. Raises DataError, naming the message, for what the template
         cannot take.
         """
-        return [self._message(message, number) for number, message in enumerate(messages, start=1)]
+        return [
+            self._message(message, number)
+            for number, message in enumerate(messages, start=1)
+        ]
 
     def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         changed = message | {"role": self.roles.get(message["role"], message["role"])}
@@ -77,7 +85,9 @@ class TemplateForms:
     def _content(self, content: Any, number: int) -> Any:
         if isinstance(content, list) and not self.parts:
             if IMAGE_PART in content:
-                raise DataError(f"message {number} has parts, such as images, and the template shows none")
+                raise DataError(
+                    f"message {number} has parts, such as images, and the template shows none"
+                )
             return "".join(part["text"] for part in content)
         if isinstance(content, str) and self.parts and not self.texts:
             return [{"type": "text", "text": content}]
@@ -87,7 +97,9 @@ class TemplateForms:
         if "function" not in call:  # some data sets leave out the level between
             call = {"type": "function", "function": call}
         function = call["function"]
-        arguments = self._arguments(function.get("arguments"), str(function.get("name")), number)
+        arguments = self._arguments(
+            function.get("arguments"), str(function.get("name")), number
+        )
         return call | {"function": function | {"arguments": arguments}}
 
     def _arguments(self, arguments: Any, name: str, number: int) -> Any:
@@ -124,7 +136,9 @@ def parse_json(value: Any) -> Any:
 def without_nulls(value: Any) -> Any:
     """Drop the keys of mappings that are None, which Arrow adds: one struct has the keys of all rows."""
     if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+        return {
+            name: without_nulls(inner) for name, inner in value.items() if inner is not None
+        }
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -138,7 +152,10 @@ def try_forms(render: Render) -> TemplateForms:
     contents = TemplateForms(shows(PROBE), shows([{"type": "text", "text": PROBE}]))
 
     def rendered(*messages: dict[str, Any]) -> str:
-        chat = [m | {"content": contents._content(m["content"], number)} for number, m in enumerate(messages)]
+        chat = [
+            m | {"content": contents._content(m["content"], number)}
+            for number, m in enumerate(messages)
+        ]
         return _try_render(render, chat)
 
     arguments, empty = _call_forms(rendered)
@@ -205,9 +222,13 @@ def first_hidden(render: Render, messages: Messages) -> tuple[int, str] | None:
             if probe in text:
                 continue
             plain = _try_render(render, messages) if plain is None else plain
-            if written and (written in plain or json.dumps(written, ensure_ascii=False)[1:-1] in plain):
+            if written and (
+                written in plain or json.dumps(written, ensure_ascii=False)[1:-1] in plain
+            ):
                 continue
-            if message["role"] == "assistant" and probe in _try_render(render, probed[: number + 1]):
+            if message["role"] == "assistant" and probe in _try_render(
+                render, probed[: number + 1]
+            ):
                 continue
             return number, part
     return None
@@ -227,7 +248,9 @@ def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     elif content and content.strip():
         changed["content"] = _probe(number, 0)
     if calls := message.get("tool_calls"):
-        changed["tool_calls"] = [_probe_call(call, number, place) for place, call in enumerate(calls)]
+        changed["tool_calls"] = [
+            _probe_call(call, number, place) for place, call in enumerate(calls)
+        ]
     return changed
 
 

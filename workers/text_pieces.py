@@ -36,13 +36,17 @@ def decode_behind(tokenizer: Any, ids: Sequence[int], last: int | None) -> str:
     """Return the text of ids that follow the id `last`. Many tokenizers drop a blank from the first id
     decoded.
     """
-    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = partial(
+        tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     before = str(decode([last])) if last is not None else ""
     text = str(decode([*([] if last is None else [last]), *ids]))
     return text.removeprefix(before) if text.startswith(before) else str(decode(list(ids)))
 
 
-def find_anchor(tokenizer: Any, encode: Encode, text: str, last: int) -> tuple[str, int] | None:
+def find_anchor(
+    tokenizer: Any, encode: Encode, text: str, last: int
+) -> tuple[str, int] | None:
     """Return a text to encode `text` behind, and the number of its ids, or None if none stays apart.
 
     last: the id before `text`. An added token has its own rules for what follows, so that it is its own
@@ -55,6 +59,9 @@ def find_anchor(tokenizer: Any, encode: Encode, text: str, last: int) -> tuple[s
     for anchor in ANCHORS:
         alone = encode(anchor)
         both = encode(anchor + text)
-        if both[: len(alone)] == alone and str(tokenizer.decode(alone)).strip(" ") == anchor:
+        if (
+            both[: len(alone)] == alone
+            and str(tokenizer.decode(alone)).strip(" ") == anchor
+        ):
             return anchor, len(alone)
     return None

@@ -42,15 +42,29 @@ def try_loss(
     import torch
 
     from workers.batch.dataproto import DataProto
-    from workers.model.losses import Denominators, Predictions, make_policy_loss, prepare, to_metrics
+    from workers.model.losses import (
+        Denominators,
+        Predictions,
+        make_policy_loss,
+        prepare,
+        to_metrics,
+    )
     from workers.model.rows.packing import pack, with_work
 
-    loss = make_policy_loss(replace(config, distillation=DistillationConfig()))  # it needs a model
+    loss = make_policy_loss(
+        replace(config, distillation=DistillationConfig())
+    )  # it needs a model
     mask = torch.tensor([False, True, True, False, True, True, True])
     token_columns: dict[str, torch.Tensor] = dict.fromkeys(tokens, -torch.ones(len(mask)))
     token_columns |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}
-    objects = {name: column for name, column in columns.items() if column.dtype.kind in "OU"}
-    numbers = {name: torch.from_numpy(column) for name, column in columns.items() if name not in objects}
+    objects = {
+        name: column for name, column in columns.items() if column.dtype.kind in "OU"
+    }
+    numbers = {
+        name: torch.from_numpy(column)
+        for name, column in columns.items()
+        if name not in objects
+    }
     batch = DataProto(torch.tensor([3, 4]), token_columns, numbers, objects, meta)
     denominators = Denominators(tokens=5.0, sequences=2.0, groups=2.0)
     for description, part in (("two sequences", batch), ("no sequence", batch.slice(0, 0))):
@@ -60,12 +74,15 @@ def try_loss(
             log_probs = (-torch.ones(len(row.loss_positions))).requires_grad_()
             hidden = (log_probs[:, None].expand(-1, 8),) if config.hidden_states else ()
             value, statistics = loss(
-                Predictions.gather((log_probs, log_probs**2, *hidden), part, row), denominators
+                Predictions.gather((log_probs, log_probs**2, *hidden), part, row),
+                denominators,
             )
             _take_gradient(value, log_probs)
             to_metrics([statistics])
         except BallastError as error:
-            raise ConfigError(f"{key}={name!r}, tried on {description}: {clause(error)}.") from None
+            raise ConfigError(
+                f"{key}={name!r}, tried on {description}: {clause(error)}."
+            ) from None
         except RAISED as error:
             raise ConfigError(
                 f"{key}={name!r}, tried on {description}, raised {describe_error(error)}."
@@ -75,7 +92,9 @@ def try_loss(
 def _take_gradient(value: Any, log_probs: Any) -> None:
     """Raise DataError unless a loss has a finite gradient. Log-probs of -1 give none a reason to overflow."""
     if not value.requires_grad:
-        raise DataError("the losses have no gradient. Compute them from predictions.log_probs.")
+        raise DataError(
+            "the losses have no gradient. Compute them from predictions.log_probs."
+        )
     value.backward()
     if not math.isfinite(value.item()):
         raise DataError(f"the loss is {value.item()}. Return finite losses.")
@@ -103,7 +122,9 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
     step = 0
     schedule = f"optimizer.schedule_function={config.schedule_function!r}"
     try:
-        rate = make_schedule(make_optimizer(parameters.items(), config), config, total_steps).lr_lambdas[0]
+        rate = make_schedule(
+            make_optimizer(parameters.items(), config), config, total_steps
+        ).lr_lambdas[0]
         for step in range(min(total_steps, MOST_STEPS)):
             if not 0 <= (factor := rate(step)) < math.inf:
                 raise ConfigError(
@@ -115,7 +136,9 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
             if isinstance(error, ConfigError)
             else f"{schedule}: it raised {describe_error(error)} at step {step}."
         )
-        raise ConfigError(text.replace("optimizer.", f"{key.rpartition('.')[0]}.", 1)) from None
+        raise ConfigError(
+            text.replace("optimizer.", f"{key.rpartition('.')[0]}.", 1)
+        ) from None
 
 
 def describe_tools(key: str, name: str) -> dict[str, Any]:
@@ -131,9 +154,13 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
         if isfunction(f) and f.__module__ == module.__name__
     ]
     names = getattr(
-        module, "__all__", [tool_name for tool_name in own_names if not tool_name.startswith("_")]
+        module,
+        "__all__",
+        [tool_name for tool_name in own_names if not tool_name.startswith("_")],
     )
-    tools: dict[str, Any] = {tool_name: getattr(module, tool_name, None) for tool_name in names}
+    tools: dict[str, Any] = {
+        tool_name: getattr(module, tool_name, None) for tool_name in names
+    }
     if not tools:
         raise ConfigError(
             f"{key}={name}: it has no public function. Define one with type hints and a docstring."
@@ -166,9 +193,14 @@ def render_prompts(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(messages: Messages, template: str, *, begins: bool = False, **options: Any) -> str:
+    def render(
+        messages: Messages, template: str, *, begins: bool = False, **options: Any
+    ) -> str:
         texts, _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=begins, **special | options
+            [messages],
+            chat_template=template,
+            add_generation_prompt=begins,
+            **special | options,
         )
         return check_size(str(texts[0]))
 
@@ -178,7 +210,9 @@ def render_prompts(
     texts.update(text for text, *_ in prompts)
     forms = {text: try_forms(partial(render, template=text)) for text in texts}
 
-    def in_its_form(messages: Messages, begins: bool, options: Options, text: str = template) -> str:
+    def in_its_form(
+        messages: Messages, begins: bool, options: Options, text: str = template
+    ) -> str:
         check_read(text, options)
         return render(forms[text].apply(messages), text, begins=begins, **options)
 
@@ -199,4 +233,6 @@ def render_prompts(
         if isinstance(error, ConfigError):
             raise ConfigError(f"{template_name}{place}: {error}") from None
         line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConfigError(f"{template_name} raised {describe_error(error)}{line}{place}.") from None
+        raise ConfigError(
+            f"{template_name} raised {describe_error(error)}{line}{place}."
+        ) from None

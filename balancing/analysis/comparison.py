@@ -34,7 +34,11 @@ from balancing.plan_settings import Settings
 from balancing.search.baselines import PADDED, Published, Steps, published_steps
 
 GIVEN, SMALL_ENDS, OURS, SHARED = "given order", "small ends", "Ballast", "Ballast, shared"
-PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
+PUBLISHED_TITLES: dict[str, Published] = {
+    "verl": "verl",
+    "ROLL": "roll",
+    "MindSpeed-RL": "mindspeed_rl",
+}
 STRATEGIES = (GIVEN, *PUBLISHED_TITLES, OURS)
 ON_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -65,7 +69,9 @@ class Batch:
     def ideal(self) -> float:
         """Return the step time without waiting or padding, in the cost model's unit."""
         stages = self.pipeline.stages if self.pipeline else 1
-        return float(self.workload(self.lengths).sum()) / int(self.arguments["ranks"]) / stages
+        return (
+            float(self.workload(self.lengths).sum()) / int(self.arguments["ranks"]) / stages
+        )
 
     def workload(self, lengths: Integers) -> Floats:
         images = Images.of(self.arguments.get("images"), len(lengths))
@@ -113,20 +119,31 @@ def compare(batch: Batch) -> list[Outcome]:
     """Return the outcomes of all strategies, ours last. Raises as `plan_batch`."""
     strategies: dict[str, Callable[[], Plan]]
     if batch.pipeline is not None:
-        how = {name: {**batch.prefixes, **changes} for name, changes in ON_PIPELINES.items()}
+        how = {
+            name: {**batch.prefixes, **changes} for name, changes in ON_PIPELINES.items()
+        }
         strategies = {name: partial(batch.plan, **changes) for name, changes in how.items()}
     elif degrees := batch.arguments.get("context_degrees"):
-        fixed = {degree: batch.fixed(degrees, degree) for degree in reversed(degrees.choices)}
+        fixed = {
+            degree: batch.fixed(degrees, degree) for degree in reversed(degrees.choices)
+        }
         strategies = {
-            f"degree {degree}": partial(batch.plan, **how) for degree, how in fixed.items() if batch.fits(how)
+            f"degree {degree}": partial(batch.plan, **how)
+            for degree, how in fixed.items()
+            if batch.fits(how)
         }
         strategies[OURS] = partial(batch.plan, **batch.prefixes)
     else:
         strategies = {GIVEN: partial(batch.plan, algorithm="none")}
-        strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
+        strategies |= {
+            title: partial(_published, name, batch)
+            for title, name in PUBLISHED_TITLES.items()
+        }
         strategies[OURS] = partial(batch.plan, algorithm="karmarkar_karp")
         if batch.prefixes:
-            strategies[SHARED] = partial(batch.plan, algorithm="karmarkar_karp", **batch.prefixes)
+            strategies[SHARED] = partial(
+                batch.plan, algorithm="karmarkar_karp", **batch.prefixes
+            )
     outcomes = []
     for name, strategy in strategies.items():
         # the first call may compile
@@ -145,18 +162,30 @@ def figures(plan: Plan, batch: Batch) -> dict[str, float]:
     micro_steps = {"micro-steps": sum(part.steps for part in plan.mini_batches)}
     if batch.pipeline is not None:
         numbers = plan_statistics(plan)
-        on_pipeline = {"bubble": numbers["pipeline/bubble"], "over bound": numbers["pipeline/over_bound"]}
+        on_pipeline = {
+            "bubble": numbers["pipeline/bubble"],
+            "over bound": numbers["pipeline/over_bound"],
+        }
         return over_ideal | on_pipeline | micro_steps
     times = time_grids(plan)
     waiting = 1.0 - np.sum([grid.sum(axis=0) for grid in times], axis=0) / step_time(times)
     over_cap = int((micro_batch_tokens(plan) > plan.max_tokens).sum())
     idle = {"idle, mean": float(waiting.mean()), "idle, worst": float(waiting.max())}
-    return over_ideal | {"over cap": over_cap, "padding": padding_share(plan)} | micro_steps | idle
+    return (
+        over_ideal
+        | {"over cap": over_cap, "padding": padding_share(plan)}
+        | micro_steps
+        | idle
+    )
 
 
 def _published(name: Published, batch: Batch) -> Plan:
-    arguments = {key: batch.arguments[key] for key in ("ranks", "mini_batches", "max_tokens")}
-    steps = published_steps(name, batch.lengths, workloads=batch.workload(batch.lengths), **arguments)
+    arguments = {
+        key: batch.arguments[key] for key in ("ranks", "mini_batches", "max_tokens")
+    }
+    steps = published_steps(
+        name, batch.lengths, workloads=batch.workload(batch.lengths), **arguments
+    )
     return plan_of(steps, batch, name)
 
 
@@ -167,7 +196,15 @@ def plan_of(mini_batches: Sequence[Steps], batch: Batch, name: Published) -> Pla
         groups = [rows for step in steps for rows in step]
         bounds = np.cumsum([0, *map(len, groups)])
         parts.append(
-            MiniBatch(np.concatenate(groups), bounds, len(steps), name, tokens=0, loss_tokens=0, sequences=0)
+            MiniBatch(
+                np.concatenate(groups),
+                bounds,
+                len(steps),
+                name,
+                tokens=0,
+                loss_tokens=0,
+                sequences=0,
+            )
         )
     arguments = {key: batch.arguments[key] for key in ("ranks", "max_tokens", "cost_model")}
     settings = Settings(

@@ -31,16 +31,24 @@ def draw(name: str, count: int, seed: int, *, cap: int = DEFAULT_CAP) -> NDArray
     """
     one_of(name, "name", tuple(DISTRIBUTIONS))
     generator = np.random.default_rng(seed)
-    return DISTRIBUTIONS[name](generator, positive_integer(count, "count"), positive_integer(cap, "cap"))
+    return DISTRIBUTIONS[name](
+        generator, positive_integer(count, "count"), positive_integer(cap, "cap")
+    )
 
 
 def _lognormal(
-    rng: np.random.Generator, count: int, median: float, sigma: float, longest: int = LONGEST_REASONING
+    rng: np.random.Generator,
+    count: int,
+    median: float,
+    sigma: float,
+    longest: int = LONGEST_REASONING,
 ) -> NDArray[np.int64]:
     return _whole(rng.lognormal(np.log(median), sigma, count), longest, shortest=16)
 
 
-def _whole(values: NDArray[np.float64], longest: int, shortest: int = 1) -> NDArray[np.int64]:
+def _whole(
+    values: NDArray[np.float64], longest: int, shortest: int = 1
+) -> NDArray[np.int64]:
     return np.clip(np.rint(values), shortest, longest).astype(np.int64)
 
 
@@ -66,11 +74,15 @@ def _grouped(rng: np.random.Generator, count: int, cap: int) -> NDArray[np.int64
 
 
 def _geometric(rng: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    return rng.permutation(np.maximum(cap >> (np.arange(count) % cap.bit_length()), 1)).astype(np.int64)
+    return rng.permutation(
+        np.maximum(cap >> (np.arange(count) % cap.bit_length()), 1)
+    ).astype(np.int64)
 
 
 def _above_half(rng: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    return np.minimum(rng.integers(cap // 2 + 1, cap // 2 + max(cap // 16, 1) + 1, count), cap)
+    return np.minimum(
+        rng.integers(cap // 2 + 1, cap // 2 + max(cap // 16, 1) + 1, count), cap
+    )
 
 
 def _one_huge(rng: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
@@ -88,7 +100,9 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         "grouped": _grouped,  # as `lognormal`, but 16 neighbours answer a prompt at similar length
         "equal": lambda rng, count, cap: np.full(count, 2_048, np.int64),
         "geometric": _geometric,  # the cap, its half, its quarter, ... down to 1, repeated and shuffled
-        "thirds": lambda rng, count, cap: _whole(rng.uniform(cap / 3 * 0.99, cap / 3 * 1.01, count), cap),
+        "thirds": lambda rng, count, cap: _whole(
+            rng.uniform(cap / 3 * 0.99, cap / 3 * 1.01, count), cap
+        ),
         "above_half": _above_half,  # just above half the cap: no two fit together
         "one_huge": _one_huge,  # `lognormal` with one sequence as long as the cap
     }

@@ -63,13 +63,23 @@ class Advice:
 
 def explain(plan: Plan) -> str:
     """Return a headline, a line for each finding and a line for each setting that helps."""
-    causes = [finding for finding in findings(plan) if finding.waiting == 0 or finding.waiting >= NEGLIGIBLE]
+    causes = [
+        finding
+        for finding in findings(plan)
+        if finding.waiting == 0 or finding.waiting >= NEGLIGIBLE
+    ]
     helpful = advice(plan)
     doubled = _changing(max_tokens=2 * plan.max_tokens).words
     lines = [_headline(plan), "", "Why:", *(f"- {finding.text}" for finding in causes)]
-    lines += ["", "What would help, planned and compared:", *(f"- {suggestion}" for suggestion in helpful)]
+    lines += [
+        "",
+        "What would help, planned and compared:",
+        *(f"- {suggestion}" for suggestion in helpful),
+    ]
     if doubled not in [suggestion.words for suggestion in helpful]:
-        lines.append(f"- not twice the cap: {doubled} saves less than {NEGLIGIBLE:.1%} of the step time")
+        lines.append(
+            f"- not twice the cap: {doubled} saves less than {NEGLIGIBLE:.1%} of the step time"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -79,7 +89,9 @@ def _headline(plan: Plan) -> str:
     above = numbers["over_bound"]
     steps = _count(sum(part.steps for part in plan.mini_batches), "micro-step")
     compared = f" (at best {(1 + over) / (1 + above) - 1:.2%} in as many micro-steps)"
-    if plan.shared_prefixes is not None:  # the bound may be below this plan's workload / ranks
+    if (
+        plan.shared_prefixes is not None
+    ):  # the bound may be below this plan's workload / ranks
         compared = (
             f", and {above:.2%} longer than a lower bound for as many micro-steps, in which shared prefixes "
             "are computed again only where caps and ranks force it"
@@ -95,14 +107,20 @@ def _headline(plan: Plan) -> str:
     )
     if plan.settings.context_degrees:
         degrees = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
-        counts = ", ".join(f"{degree} in {(degrees == degree).sum():,}" for degree in np.unique(degrees))
+        counts = ", ".join(
+            f"{degree} in {(degrees == degree).sum():,}" for degree in np.unique(degrees)
+        )
         share = numbers["exchange_share"]
         text += (
             f"\nRanks that share a sequence: {counts} micro-steps. Their exchange takes {share:.2%} of the "
             "work."
         )
     if pipeline := plan.settings.pipeline:
-        virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
+        virtual = (
+            f" of {pipeline.virtual_stages} virtual stages each"
+            if pipeline.virtual_stages > 1
+            else ""
+        )
         text += (
             f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble "
             f"{numbers['pipeline/bubble']:.2%} of the stages' time. Predicted time: "
@@ -123,7 +141,9 @@ def findings(plan: Plan) -> list[Finding]:
     grids = predicted_grids(plan)
     by_cause: dict[str, list[tuple[float, str]]] = {}
     for number, (mini_batch, grid) in enumerate(zip(plan.mini_batches, grids, strict=True)):
-        for position, (micro_step, loads) in enumerate(zip(mini_batch.micro_steps, grid, strict=True)):
+        for position, (micro_step, loads) in enumerate(
+            zip(mini_batch.micro_steps, grid, strict=True)
+        ):
             waiting = float(loads.max() - loads.mean())
             if waiting > EVEN * loads.mean():
                 cause, evidence = _why(
@@ -140,7 +160,9 @@ def findings(plan: Plan) -> list[Finding]:
     if (padding := padding_share(plan)) > 0:
         source = 'layout="padded"' if plan.layout == "padded" else "alignment"
         text = f"{padding:.2%} of the computed tokens are padding, from {source} with "
-        causes.append(Finding("padding", 0.0, f"{text}length_multiple={plan.length_multiple}."))
+        causes.append(
+            Finding("padding", 0.0, f"{text}length_multiple={plan.length_multiple}.")
+        )
     return causes
 
 
@@ -155,7 +177,9 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
         return (
             "empty micro-batches",
             f"{counts.count(0)} of {plan.ranks} ranks have none of the {sequences} "
-            + (f"sequences of {place}, with min_count={how.min_count} and multiple_of={how.multiple_of}"),
+            + (
+                f"sequences of {place}, with min_count={how.min_count} and multiple_of={how.multiple_of}"
+            ),
         )
     if how.algorithm != "karmarkar_karp":
         return f'algorithm="{how.algorithm}"', uneven
@@ -165,8 +189,15 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
         fair = f"where a rank's fair share is {1 / plan.ranks:.1%}"
         fair += f", and {step.degree} ranks share it" if step.degree > 1 else ""
         share = f"{plan.workloads[longest] / loads.sum():.1%} of {place}, {fair}"
-        images = f" and {plan.computed_patches[longest]:,.0f} image patches" if plan.images else ""
-        return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens{images} is {share}"
+        images = (
+            f" and {plan.computed_patches[longest]:,.0f} image patches"
+            if plan.images
+            else ""
+        )
+        return (
+            "a long sequence",
+            f"sequence {longest} of {plan.lengths[longest]:,} tokens{images} is {share}",
+        )
     lighter = [rows for rows, load in zip(step.ranks, loads, strict=True) if load < mean]
     if all(len(rows) == how.max_sequences for rows in lighter):
         return (
@@ -183,7 +214,8 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
         )
     smallest = sizes[heaviest].min()
     if all(
-        computed_tokens(np.append(sizes[rows], smallest), plan.layout) > how.max_tokens for rows in lighter
+        computed_tokens(np.append(sizes[rows], smallest), plan.layout) > how.max_tokens
+        for rows in lighter
     ):
         return (
             "the cap on tokens",
@@ -198,8 +230,14 @@ def _about_count(plan: Plan) -> str:
     how = plan.settings
     sizes = plan.sizes
     together = how.most_shared
-    caps = Caps(plan.max_tokens * together, how.max_sequences or len(plan.lengths), plan.layout == "padded")
-    needed = -(-fewest_micro_batches(sizes[indices_of(part)], caps) // (plan.ranks // together))
+    caps = Caps(
+        plan.max_tokens * together,
+        how.max_sequences or len(plan.lengths),
+        plan.layout == "padded",
+    )
+    needed = -(
+        -fewest_micro_batches(sizes[indices_of(part)], caps) // (plan.ranks // together)
+    )
     requested_steps = -(-how.min_count // how.multiple_of) * how.multiple_of
     if part.steps == needed:
         reason = f"the fewest that max_tokens={plan.max_tokens:,} allows"
@@ -235,7 +273,9 @@ def advice(plan: Plan) -> list[Advice]:
             continue  # the batch cannot be planned with these changes, for example because of a count
         new_time = float(new_plan.predicted_makespans().sum()) / candidate.context_parallel
         steps = sum(part.steps for part in new_plan.mini_batches)
-        suggestions.append(replace(candidate, before=old_time, after=new_time, micro_steps=steps))
+        suggestions.append(
+            replace(candidate, before=old_time, after=new_time, micro_steps=steps)
+        )
     return sorted(
         (suggestion for suggestion in suggestions if suggestion.gain >= NEGLIGIBLE),
         key=lambda suggestion: -suggestion.gain,
@@ -244,7 +284,9 @@ def advice(plan: Plan) -> list[Advice]:
 
 def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """Plan the same batch with other arguments of `plan_batch`. Raises as `plan_batch`."""
-    arguments = {field.name: getattr(plan.settings, field.name) for field in fields(plan.settings)}
+    arguments = {
+        field.name: getattr(plan.settings, field.name) for field in fields(plan.settings)
+    }
     arguments["mini_batches"] = [indices_of(mini_batch) for mini_batch in plan.mini_batches]
     return plan_batch(plan.lengths, **{**arguments, **plan.prefixes, **changes})
 
@@ -253,7 +295,9 @@ def _candidates(plan: Plan) -> Iterator[Advice]:
     how = plan.settings
     best = None if plan.settings.pipeline is None else "makespan"
     if how.algorithm != "karmarkar_karp":
-        yield Advice('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp", "order": best})
+        yield Advice(
+            'algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp", "order": best}
+        )
     elif best and how.order != best:
         yield _changing(order=best)
     if how.layout == "padded":
@@ -269,20 +313,30 @@ def _candidates(plan: Plan) -> Iterator[Advice]:
         yield _changing(max_sequences=None)
     members = [indices_of(part) for part in plan.mini_batches]
     if len(members) > 1:
-        pairs = [np.concatenate(members[start : start + 2]) for start in range(0, len(members), 2)]
+        pairs = [
+            np.concatenate(members[start : start + 2])
+            for start in range(0, len(members), 2)
+        ]
         words = f"{len(pairs)} instead of {len(members)} mini-batches, which changes the optimiser steps"
         yield Advice(words, {"mini_batches": pairs})
     if how.context_degrees is not None:
         doubled = replace(how.context_degrees, maximum=2 * how.most_shared)
-        yield Advice(f"up to {doubled.maximum} ranks share a sequence", {"context_degrees": doubled})
+        yield Advice(
+            f"up to {doubled.maximum} ranks share a sequence", {"context_degrees": doubled}
+        )
     elif plan.ranks % 2 == 0:
         # Alignment grows from `tp` to `4*tp` for cp = 1, and doubles for larger cp. Four times covers both.
         aligned = 4 * plan.length_multiple
-        grown = _changing(ranks=plan.ranks // 2, max_tokens=2 * plan.max_tokens, length_multiple=aligned)
+        grown = _changing(
+            ranks=plan.ranks // 2, max_tokens=2 * plan.max_tokens, length_multiple=aligned
+        )
         words = f"twice the context parallelism, whose communication is not counted ({grown.words})"
         yield Advice(words, grown.changes, context_parallel=2)
 
 
 def _changing(**changes: Any) -> Advice:
-    words = {k: f"{v:,}" if isinstance(v, int) else f'"{v}"' if v else "None" for k, v in changes.items()}
+    words = {
+        k: f"{v:,}" if isinstance(v, int) else f'"{v}"' if v else "None"
+        for k, v in changes.items()
+    }
     return Advice(", ".join(f"{name}={value}" for name, value in words.items()), changes)

@@ -70,10 +70,19 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
             colour = MINI_BATCH_COLOURS[number % len(MINI_BATCH_COLOURS)]
             for position, loads in enumerate(grid / ideal):
                 shade = colour if position % 2 == 0 else _lighter(colour)
-                style: dict[str, Any] = {"color": shade, "linewidth": 0, "antialiased": False}
+                style: dict[str, Any] = {
+                    "color": shade,
+                    "linewidth": 0,
+                    "antialiased": False,
+                }
                 # One outline for all ranks, because many separate bars would make a page of megabytes.
                 panel.stairs(
-                    start + loads, edges, baseline=start, orientation="horizontal", fill=True, **style
+                    start + loads,
+                    edges,
+                    baseline=start,
+                    orientation="horizontal",
+                    fill=True,
+                    **style,
                 )
                 start += loads.max()
                 panel.axvline(start, color="white", linewidth=0.8)
@@ -84,7 +93,8 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
 
     numbered_colours = enumerate(MINI_BATCH_COLOURS[: len(grids)])
     legend: list[Patch | Line2D] = [
-        Patch(facecolor=colour, label=f"mini-batch {number}") for number, colour in numbered_colours
+        Patch(facecolor=colour, label=f"mini-batch {number}")
+        for number, colour in numbered_colours
     ]
     legend += [Patch(facecolor=WAITING, label="waiting")]
     legend += [Line2D([], [], color=INK, linewidth=1.0, linestyle=DASHES, label="ideal")]
@@ -100,34 +110,58 @@ def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) ->
     def draw(panel: Axes) -> None:
         for mini_batch, start, end in zip(drawn, [0.0, *ends[:-1]], ends, strict=True):
             passes = mini_batch.passes
-            colours = MICRO_BATCH_COLOURS(passes.micro_batch / max(1, passes.micro_batch.max()) * 0.9)
+            colours = MICRO_BATCH_COLOURS(
+                passes.micro_batch / max(1, passes.micro_batch.max()) * 0.9
+            )
             colours[:, 3] = np.where(passes.forward == 1, FORWARD, 1.0)
             lasted = (mini_batch.ends - mini_batch.starts) / ideal
             style = {"color": colours, "edgecolor": "white", "linewidth": 0.3}
-            panel.barh(passes.stage, lasted, BAR, left=start + mini_batch.starts / ideal, **style)
+            panel.barh(
+                passes.stage, lasted, BAR, left=start + mini_batch.starts / ideal, **style
+            )
             panel.axvline(end, color=INK, linewidth=0.9)
 
     colour = MICRO_BATCH_COLOURS(0.4)
-    legend = [Patch(color=colour, alpha=FORWARD, label="forward"), Patch(color=colour, label="backward")]
+    legend = [
+        Patch(color=colour, alpha=FORWARD, label="forward"),
+        Patch(color=colour, label="backward"),
+    ]
     legend.append(Patch(color=WAITING, label="bubble"))
     return Chart(
-        title, f"bubble {bubble(plan, pipeline):.1%}", pipeline.stages, "stage", float(ends[-1]), draw, legend
+        title,
+        f"bubble {bubble(plan, pipeline):.1%}",
+        pipeline.stages,
+        "stage",
+        float(ends[-1]),
+        draw,
+        legend,
     )
 
 
 def figure_of(charts: Sequence[Chart]) -> Figure:
     """Draw the panels one above the other on one time axis. The height grows with the rows up to a limit."""
     height = min(3.4, max(1.7, 0.13 * charts[0].rows + 0.9))
-    figure = Figure(figsize=(11, height * len(charts) + 0.7), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    figure = Figure(
+        figsize=(11, height * len(charts) + 0.7), layout=ConstrainedLayoutEngine(h_pad=0.1)
+    )
     axes = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
     for chart, panel in zip(charts, axes, strict=True):
         panel.barh(range(chart.rows), chart.end, 1.0, color=WAITING, linewidth=0)
         chart.draw(panel)
-        panel.set_title(chart.title, loc="left", fontsize=11.5, fontweight="bold", color=INK)
-        panel.set_title(f"{chart.end:.3f} × ideal   ·   {chart.facts}", loc="right", fontsize=10, color=INK)
+        panel.set_title(
+            chart.title, loc="left", fontsize=11.5, fontweight="bold", color=INK
+        )
+        panel.set_title(
+            f"{chart.end:.3f} × ideal   ·   {chart.facts}",
+            loc="right",
+            fontsize=10,
+            color=INK,
+        )
         panel.set_ylim(chart.rows - 0.5, -0.5)
         panel.set_yticks(
-            sorted({0, chart.rows // 2, chart.rows - 1}) if chart.rows > 12 else range(chart.rows)
+            sorted({0, chart.rows // 2, chart.rows - 1})
+            if chart.rows > 12
+            else range(chart.rows)
         )
         panel.set_ylabel(chart.row_name, color=INK)
         panel.tick_params(colors=INK, labelsize=9)
@@ -135,7 +169,13 @@ def figure_of(charts: Sequence[Chart]) -> Figure:
         panel.spines["bottom"].set_color(INK)
     axes[0].set_xlim(0, 1.01 * max(chart.end for chart in charts))
     axes[-1].set_xlabel("time  (1 = nobody ever waits)", color=INK)
-    figure.legend(handles=charts[0].legend, loc="outside lower center", ncols=9, frameon=False, fontsize=9)
+    figure.legend(
+        handles=charts[0].legend,
+        loc="outside lower center",
+        ncols=9,
+        frameon=False,
+        fontsize=9,
+    )
     return figure
 
 

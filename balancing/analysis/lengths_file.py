@@ -46,13 +46,19 @@ def read_lengths(
 
     Raises LengthFileError, which names the file, and LengthError for lengths below `minimum`.
     """
-    values = list(run_step(path, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
+    values = (
+        list(run_step(path, step).get("lengths", []))
+        if path.is_dir()
+        else read_column(path, column)
+    )
     if not values:
         raise LengthFileError(f"{path} holds no lengths. Give a file with at least one.")
     try:
         numbers = [_number(value) for value in values]
     except (TypeError, ValueError) as problem:
-        raise LengthFileError(f"{path} holds a length that is not a number: {problem}") from None
+        raise LengthFileError(
+            f"{path} holds a length that is not a number: {problem}"
+        ) from None
     return whole_numbers(numbers, f"lengths in {path}", minimum=minimum)
 
 
@@ -60,15 +66,23 @@ def read_column(path: Path, column: str | None) -> list[Any]:
     """Return a column's values, of any type. Raises as `read_lengths`."""
     kind = path.suffix.lower()
     if not os.path.lexists(path):
-        raise LengthFileError(f"{path} is not there. Give a folder, .json, .jsonl, .csv or .parquet.")
+        raise LengthFileError(
+            f"{path} is not there. Give a folder, .json, .jsonl, .csv or .parquet."
+        )
     if kind == ".parquet":
         return _from_parquet(path, column)
     if kind == ".json":
         entries = read_json(path)
-        entries = _value(entries, column, str(path)) if isinstance(entries, Mapping) else entries
+        entries = (
+            _value(entries, column, str(path)) if isinstance(entries, Mapping) else entries
+        )
     elif kind == ".jsonl":
         lines = enumerate(_text(path).split("\n"), start=1)
-        entries = [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+        entries = [
+            _parsed(line, f"{path}, line {number}")
+            for number, line in lines
+            if line.strip()
+        ]
     elif kind == ".csv":
         entries = _from_csv(path, column)
     else:
@@ -76,8 +90,13 @@ def read_column(path: Path, column: str | None) -> list[Any]:
             f"{path} has an unknown format. Give a folder, .json, .jsonl, .csv or .parquet."
         )
     if not isinstance(entries, list):
-        raise LengthFileError(f"{path} holds no list. Give a list of lengths, or of objects with a length.")
-    return [_value(entry, column, f"{path}, entry {number}") for number, entry in enumerate(entries)]
+        raise LengthFileError(
+            f"{path} holds no list. Give a list of lengths, or of objects with a length."
+        )
+    return [
+        _value(entry, column, f"{path}, entry {number}")
+        for number, entry in enumerate(entries)
+    ]
 
 
 def read_json(path: Path) -> Any:
@@ -92,9 +111,13 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
         raise LengthFileError(
             f"{path} is not there. The run has recorded no lengths, so give a file of them instead."
         )
-    steps = {record["step"]: record for _, record in json_records(path, has_step, check_lengths)}
+    steps = {
+        record["step"]: record for _, record in json_records(path, has_step, check_lengths)
+    }
     if step is not None and steps and step not in steps:
-        raise LengthFileError(f"{path} has no step {step}. Its steps are {min(steps)} to {max(steps)}.")
+        raise LengthFileError(
+            f"{path} has no step {step}. Its steps are {min(steps)} to {max(steps)}."
+        )
     return steps[max(steps) if step is None else step] if steps else {}
 
 
@@ -124,11 +147,15 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
         arguments |= {"images": record["images"]} if "images" in record else {}
         plan = record["plan"]
         numbers = whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
-        arguments |= {field.name: plan[field.name] for field in fields(Settings) if field.name in plan}
+        arguments |= {
+            field.name: plan[field.name] for field in fields(Settings) if field.name in plan
+        }
         arguments["cost_model"] = CostModel(**plan["cost_model"])
         if pipeline := plan.get("pipeline"):
             shares = pipeline["stage_shares"]
-            arguments["pipeline"] = Pipeline(**pipeline | {"stage_shares": shares and tuple(shares)})
+            arguments["pipeline"] = Pipeline(
+                **pipeline | {"stage_shares": shares and tuple(shares)}
+            )
         if degrees := plan.get("context_degrees"):
             arguments["context_degrees"] = ContextDegrees(**degrees)
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -136,7 +163,9 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
             f"the recorded plan of step {record['step']} is damaged. Give another --step."
         ) from None
     return arguments | {
-        "mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]
+        "mini_batches": [
+            np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)
+        ]
     }
 
 
@@ -166,7 +195,8 @@ def has_step(record: dict[str, Any]) -> None:
 
 def check_lengths(record: Mapping[str, Any]) -> None:
     columns = [
-        whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan", "images"}
+        whole_numbers(record[name], name, minimum=0)
+        for name in record.keys() - {"step", "plan", "images"}
     ]
     whole_numbers(record["lengths"], "lengths", minimum=1)
     if len({len(column) for column in columns}) != 1:
@@ -174,8 +204,17 @@ def check_lengths(record: Mapping[str, Any]) -> None:
 
 
 def _from_csv(path: Path, column: str | None) -> list[Any]:
-    rows = [row for row in csv.reader(io.StringIO(_text(path), newline=""), skipinitialspace=True) if row]
-    if column is None and rows and len(rows[0]) == 1 and rows[0][0].replace(".", "").isdecimal():
+    rows = [
+        row
+        for row in csv.reader(io.StringIO(_text(path), newline=""), skipinitialspace=True)
+        if row
+    ]
+    if (
+        column is None
+        and rows
+        and len(rows[0]) == 1
+        and rows[0][0].replace(".", "").isdecimal()
+    ):
         return [row[0] for row in rows]
     return [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
 
@@ -207,13 +246,17 @@ def _parsed(text: str, place: str) -> Any:
     except json.JSONDecodeError as problem:
         raise LengthFileError(f"{place} is not JSON: {problem}") from None
     except ValueError:  # Python's own advice names one of its functions
-        raise LengthFileError(f"{place} is not JSON: a number has more than 4,300 digits.") from None
+        raise LengthFileError(
+            f"{place} is not JSON: a number has more than 4,300 digits."
+        ) from None
     except RecursionError:
         raise LengthFileError(f"{place} is not JSON: it is nested too deep.") from None
 
 
 def _value(entry: Any, column: str | None, place: str) -> Any:
-    return entry[_column(list(entry), column, place)] if isinstance(entry, Mapping) else entry
+    return (
+        entry[_column(list(entry), column, place)] if isinstance(entry, Mapping) else entry
+    )
 
 
 def _column(names: Sequence[str], column: str | None, place: str) -> str:

@@ -47,15 +47,23 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     baseline = [_given_rows(indices_of(part), plan) for part in plan.mini_batches]
     alone = _without_exchange(plan)
     return {
-        **_token_spread("tokens_per_rank", [part.sums(plan.lengths) for part in plan.mini_batches]),
-        **_token_spread("tokens_per_rank_before", _grids(baseline, plan.lengths / plan.settings.most_shared)),
+        **_token_spread(
+            "tokens_per_rank", [part.sums(plan.lengths) for part in plan.mini_batches]
+        ),
+        **_token_spread(
+            "tokens_per_rank_before",
+            _grids(baseline, plan.lengths / plan.settings.most_shared),
+        ),
         **_waiting("", planned),
         "over_bound": step_time(planned) / lower_bound(plan) - 1.0,
         **_waiting("_before", _grids(baseline, alone)),
         **_imbalance(
-            "_karmarkar_karp", [_after_karmarkar_karp(part, plan, alone) for part in plan.mini_batches]
+            "_karmarkar_karp",
+            [_after_karmarkar_karp(part, plan, alone) for part in plan.mini_batches],
         ),
-        "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
+        "from_karmarkar_karp": float(
+            np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])
+        ),
         **_filling(plan, width),
         **(_of_degrees(plan, alone) if plan.settings.context_degrees else {}),
         **(_of_images(plan) if plan.images else {}),
@@ -65,20 +73,31 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
 
 def _without_exchange(plan: Plan) -> Floats:
     """Return the work of each sequence, for one of the ranks that may share it: float64 [n]."""
-    return plan.settings.cost_model.workload(plan.lengths, plan.images) / plan.settings.most_shared
+    return (
+        plan.settings.cost_model.workload(plan.lengths, plan.images)
+        / plan.settings.most_shared
+    )
 
 
 def _of_degrees(plan: Plan, alone: Floats) -> dict[str, float]:
     degrees = degree_of(plan.mini_batches)
     added = 1.0 - plan.settings.most_shared * float(alone.sum() / plan.workloads.sum())
-    return {"context_degree": float(np.average(degrees, weights=plan.lengths)), "exchange_share": added}
+    return {
+        "context_degree": float(np.average(degrees, weights=plan.lengths)),
+        "exchange_share": added,
+    }
 
 
 def _of_images(plan: Plan) -> dict[str, float]:
     cost_model = plan.settings.cost_model
     shared = np.zeros_like(plan.lengths) if plan.shared is None else plan.shared
     every, text = (
-        float((costs.workload(plan.lengths, plan.images) - costs.workload(shared, plan.images)).sum())
+        float(
+            (
+                costs.workload(plan.lengths, plan.images)
+                - costs.workload(shared, plan.images)
+            ).sum()
+        )
         for costs in (cost_model, cost_model.with_images(0.0))
     )
     share = 1.0 - text / every
@@ -89,7 +108,9 @@ def _of_images(plan: Plan) -> dict[str, float]:
 def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
     times = plan.predicted_times()
     spans = float(plan.predicted_makespans().sum())
-    published = sum(makespan(pipeline, part_times[small_ends(part_times)]) for part_times in times)
+    published = sum(
+        makespan(pipeline, part_times[small_ends(part_times)]) for part_times in times
+    )
     return {
         "pipeline/predicted_time": spans,
         "pipeline/bubble": bubble(plan, pipeline),
@@ -103,7 +124,9 @@ def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
 def bubble(plan: Plan, pipeline: Pipeline) -> float:
     """Return the share of time in which a stage waits. The overhead of micro-batches counts as work."""
     work = sum(float((times + pipeline.overhead).sum()) for times in plan.predicted_times())
-    return max(0.0, 1.0 - work / (pipeline.stages * float(plan.predicted_makespans().sum())))
+    return max(
+        0.0, 1.0 - work / (pipeline.stages * float(plan.predicted_makespans().sum()))
+    )
 
 
 def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> float:
@@ -134,7 +157,10 @@ def predicted_grids(plan: Plan) -> list[Floats]:
 
 def time_grids(plan: Plan) -> list[Floats]:
     """Return the time of every micro-batch, with padding: float64 [steps, ranks] per mini-batch."""
-    return [part.predicted_times(plan.computed_workloads, plan.layout) for part in plan.mini_batches]
+    return [
+        part.predicted_times(plan.computed_workloads, plan.layout)
+        for part in plan.mini_batches
+    ]
 
 
 def _grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
@@ -168,10 +194,16 @@ def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
     steps = mini_batch.steps
     ranks = plan.ranks // together
     work = plan.settings.cost_model.workload(plan.lengths, plan.images)[rows] / together
-    caps = Caps(plan.max_tokens * together, (plan.settings.max_sequences or len(rows)) * together)
+    caps = Caps(
+        plan.max_tokens * together, (plan.settings.max_sequences or len(rows)) * together
+    )
     if plan.shared_prefixes is not None:
-        groups, _ = plan.shared_prefixes.select(rows).in_groups(plan.lengths[rows], work * together)
-        bound = prefix_step_time_bound(groups, ranks, steps, caps.max_tokens, caps.max_sequences)
+        groups, _ = plan.shared_prefixes.select(rows).in_groups(
+            plan.lengths[rows], work * together
+        )
+        bound = prefix_step_time_bound(
+            groups, ranks, steps, caps.max_tokens, caps.max_sequences
+        )
         return bound.time / together
     sizes = plan.sizes[rows]
     limits = {"max_tokens": caps.max_tokens, "max_sequences": caps.max_sequences}
@@ -189,7 +221,11 @@ def _given_rows(indices: Integers, plan: Plan) -> Rows:
     cap = plan.max_tokens * together
     local: list[list[Integers]] = []
     for chunk in np.array_split(indices, plan.ranks // together):
-        cuts = take_in_order(sizes[chunk], cap, len(indices), padded=padded) if len(chunk) else []
+        cuts = (
+            take_in_order(sizes[chunk], cap, len(indices), padded=padded)
+            if len(chunk)
+            else []
+        )
         local.append([chunk[start:stop] for start, stop in cuts])
     nothing = np.empty(0, np.int64)
     return [list(step) for step in zip_longest(*local, fillvalue=nothing)]
@@ -210,7 +246,11 @@ def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:
 def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan, alone: Floats) -> Floats:
     weights = -np.sort(-alone[mini_batch.rows])
     groups = plan.ranks // plan.settings.most_shared
-    return karmarkar_karp_twice(weights, groups, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
+    return (
+        karmarkar_karp_twice(weights, groups, mini_batch.steps)
+        .sums(weights)
+        .reshape(mini_batch.steps, -1)
+    )
 
 
 def _imbalance(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
@@ -229,7 +269,9 @@ def _waiting(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
         **_imbalance(suffix, mini_batches),
         f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
         f"predicted_time{suffix}/total": time,
-        f"predicted_time{suffix}/longest_micro_step": float(max(grid.max() for grid in mini_batches)),
+        f"predicted_time{suffix}/longest_micro_step": float(
+            max(grid.max() for grid in mini_batches)
+        ),
     }
 
 
@@ -247,7 +289,9 @@ def _filling(plan: Plan, width: int | None) -> dict[str, float]:
     computed = float(tokens.sum() + (plan.lengths - plan.computed_lengths).sum())
     for name, cells in {"longest_row": int(plan.lengths.max()), "width": width}.items():
         if cells is not None:
-            statistics[f"padding_removed/{name}"] = 1.0 - computed / (len(plan.lengths) * cells)
+            statistics[f"padding_removed/{name}"] = 1.0 - computed / (
+                len(plan.lengths) * cells
+            )
     return statistics
 
 
@@ -260,7 +304,9 @@ def micro_batch_tokens(plan: Plan) -> Floats:
     ranks.
     """
     sizes = plan.sizes.astype(np.float64)
-    return np.concatenate([part.predicted_times(sizes, plan.layout).ravel() for part in plan.mini_batches])
+    return np.concatenate(
+        [part.predicted_times(sizes, plan.layout).ravel() for part in plan.mini_batches]
+    )
 
 
 def computed_tokens(sizes: Integers, layout: str) -> int:

@@ -24,7 +24,9 @@ def length_multiple(context_parallel: int, tensor_parallel: int) -> int:
 
 def group_cap(max_tokens: int, context_parallel: int) -> int:
     """Return a context-parallel group's cap on a micro-batch: the cap of one rank times cp."""
-    return positive_integer(max_tokens, "max_tokens") * positive_integer(context_parallel, "context_parallel")
+    return positive_integer(max_tokens, "max_tokens") * positive_integer(
+        context_parallel, "context_parallel"
+    )
 
 
 def round_up(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
@@ -34,7 +36,9 @@ def round_up(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 def cumulative_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     """Return bounds from 0, int64 [n + 1]: sequence i of a packed row is `[bounds[i], bounds[i + 1])`."""
-    return np.concatenate([[0], np.cumsum(whole_numbers(lengths, "lengths", minimum=0))]).astype(np.int64)
+    return np.concatenate(
+        [[0], np.cumsum(whole_numbers(lengths, "lengths", minimum=0))]
+    ).astype(np.int64)
 
 
 def zigzag_positions(
@@ -48,7 +52,9 @@ def zigzag_positions(
     """
     cp = positive_integer(context_parallel, "context_parallel")
     if not 0 <= context_rank < cp:
-        raise OptionError(f"context_rank={context_rank} is outside the group of context_parallel={cp}")
+        raise OptionError(
+            f"context_rank={context_rank} is outside the group of context_parallel={cp}"
+        )
     bounds = cumulative_lengths(padded_lengths)
     lengths = np.diff(bounds)
     if cp == 1:
@@ -57,7 +63,9 @@ def zigzag_positions(
     pieces = []
     for start, segment in zip(bounds[:-1], lengths // (2 * cp), strict=True):
         for number in (context_rank, 2 * cp - 1 - context_rank):
-            pieces.append(np.arange(start + number * segment, start + (number + 1) * segment))
+            pieces.append(
+                np.arange(start + number * segment, start + (number + 1) * segment)
+            )
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 

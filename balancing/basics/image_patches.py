@@ -36,10 +36,16 @@ class Images:
             raise LengthError(
                 f"images holds {len(images)} entries for {sequences} lengths. Pass one for each."
             )
-        first, tokens = np.array([place for places in images for place in places], np.int64).T
-        return cls(images, np.repeat(np.arange(sequences), list(map(len, images))), first, tokens)
+        first, tokens = np.array(
+            [place for places in images for place in places], np.int64
+        ).T
+        return cls(
+            images, np.repeat(np.arange(sequences), list(map(len, images))), first, tokens
+        )
 
     def within(self, depths: Integers | Floats, values: Integers | Floats) -> Floats:
         """Sum `values` [k] of the images that begin in the first `depths` [n] tokens: float64 [n]."""
-        sums = np.bincount(self.row, values * (self.first < depths[self.row]), len(self.given))
+        sums = np.bincount(
+            self.row, values * (self.first < depths[self.row]), len(self.given)
+        )
         return sums.astype(np.float64, copy=False)

@@ -20,7 +20,11 @@ from balancing.errors import (
 
 def positive_integer(value: Any, name: str) -> int:
     """Raise OptionError unless `value` is a whole number of at least 1."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or int(value) < 1:
+    if (
+        isinstance(value, (bool, np.bool_))
+        or not isinstance(value, Integral)
+        or int(value) < 1
+    ):
         raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
     return int(value)
 
@@ -41,7 +45,12 @@ def whole_numbers(
     array = _one_dimensional(values, name, error)
     if array.dtype.kind not in "iuf":
         raise error(f"{name} holds {array.dtype} values. Pass whole numbers.")
-    bad = ~np.isfinite(array) | (array != np.floor(array)) | (array < minimum) | (array > 2**53)
+    bad = (
+        ~np.isfinite(array)
+        | (array != np.floor(array))
+        | (array < minimum)
+        | (array > 2**53)
+    )
     if bad.any():
         index = int(np.argmax(bad))
         raise error(
@@ -82,7 +91,9 @@ def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
     if not too_long.any():
         return
     index = int(np.argmax(too_long))
-    grown = f" ({aligned[index]} after alignment)" if aligned[index] != lengths[index] else ""
+    grown = (
+        f" ({aligned[index]} after alignment)" if aligned[index] != lengths[index] else ""
+    )
     raise OverCapError(
         f"lengths[{index}] is {lengths[index]} tokens{grown}, above max_tokens={max_tokens}. "
         f"Raise max_tokens to at least {aligned.max()} or shorten the sequence."
@@ -124,7 +135,9 @@ def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
     """Return int64 [n]. Raises LengthError unless each of `count` lengths has a whole number."""
     names = whole_numbers(groups, name, minimum=0)
     if len(names) != count:
-        raise LengthError(f"{name} holds {len(names)} values for {count} lengths. Pass one for each.")
+        raise LengthError(
+            f"{name} holds {len(names)} values for {count} lengths. Pass one for each."
+        )
     return names
 
 
@@ -156,11 +169,15 @@ def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Int
     return members
 
 
-def _one_dimensional(values: ArrayLike, name: str, error: type[BalancingError]) -> NDArray[Any]:
+def _one_dimensional(
+    values: ArrayLike, name: str, error: type[BalancingError]
+) -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError as ragged:
         raise error(f"{name} is not an array of numbers: {ragged}") from ragged
     if array.ndim != 1:
-        raise error(f"{name} has {array.ndim} dimensions. Pass one number for each sequence.")
+        raise error(
+            f"{name} has {array.ndim} dimensions. Pass one number for each sequence."
+        )
     return array.astype(np.int64) if array.size == 0 else array

@@ -78,7 +78,9 @@ def best_shape(
     return split(pipeline, floor, most, ROUNDS, rate)
 
 
-def split(pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: float = RATE) -> Shape:
+def split(
+    pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: float = RATE
+) -> Shape:
     """Split as `best_shape`, with a floor for each micro-step, which may be above `most`. Their mean is at
     most 1.
     """
@@ -114,9 +116,13 @@ def _play(
     for played in range(1, rounds + 1):
         # The last try is the mean, which is often better than all others.
         times = (
-            mean / total if played == rounds else _within(np.exp(disliked.min() - disliked), floor, limits)
+            mean / total
+            if played == rounds
+            else _within(np.exp(disliked.min() - disliked), floor, limits)
         )
-        length, weight = _longest(predecessor, needed, sent, micro_batch, cost, times + overhead, steps)
+        length, weight = _longest(
+            predecessor, needed, sent, micro_batch, cost, times + overhead, steps
+        )
         if length < lowest:
             lowest = length
             best = times
@@ -186,7 +192,12 @@ def _least(path: Floats, floor: Floats, limits: Floats) -> float:
 
 
 def least_makespan(
-    pipeline: Pipeline, micro_steps: int, work: float, time: float, most: float = np.inf, longest: float = 0.0
+    pipeline: Pipeline,
+    micro_steps: int,
+    work: float,
+    time: float,
+    most: float = np.inf,
+    longest: float = 0.0,
 ) -> float:
     """Bound the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
 
@@ -194,7 +205,9 @@ def least_makespan(
     Second, the times add up to at least `time`, and one of them is at least `longest`, wherever it lies.
     """
     evenly = work / micro_steps
-    relaxed = best_shape(in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly))
+    relaxed = best_shape(
+        in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly)
+    )
     bound = evenly * relaxed.bound
     mean = time / micro_steps
     scaled = in_units(pipeline, mean)
@@ -202,14 +215,18 @@ def least_makespan(
     free = best_shape(scaled, micro_steps)
     if least <= free.times.max():
         return max(bound, mean * free.bound)
-    at = (best_shape(scaled, micro_steps, np.inf, k, least, RATE_OF_BOUND).bound for k in range(micro_steps))
+    at = (
+        best_shape(scaled, micro_steps, np.inf, k, least, RATE_OF_BOUND).bound
+        for k in range(micro_steps)
+    )
     return max(bound, mean * max(free.bound, min(at)))
 
 
 def in_units(pipeline: Pipeline, mean: float) -> Pipeline:
     """Convert transfer and overhead to units of the mean micro-step, rounded down."""
     transfer, overhead = (
-        np.floor(value / mean * 1000) / 1000 for value in (pipeline.transfer, pipeline.overhead)
+        np.floor(value / mean * 1000) / 1000
+        for value in (pipeline.transfer, pipeline.overhead)
     )
     return replace(pipeline, transfer=float(transfer), overhead=float(overhead))
 
@@ -237,11 +254,16 @@ class Levels(NamedTuple):
     together: Floats
 
 
-def levels_of(sizes: Integers, weights: Floats, ranks: int, caps: Caps, most: int) -> Levels:
+def levels_of(
+    sizes: Integers, weights: Floats, ranks: int, caps: Caps, most: int
+) -> Levels:
     """Return the first `most` levels. sizes: int64 [n]. weights: float64 [n], both in descending weight."""
     at = np.arange(0, len(weights), ranks)[:most]
     smallest = np.minimum.accumulate(sizes)[at]
-    return Levels(weights[at], np.minimum(caps.max_tokens // smallest, caps.max_sequences).astype(np.float64))
+    return Levels(
+        weights[at],
+        np.minimum(caps.max_tokens // smallest, caps.max_sequences).astype(np.float64),
+    )
 
 
 def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -> Shape:
@@ -269,7 +291,9 @@ def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -
     return best
 
 
-def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> tuple[Shape, Floats]:
+def _granted(
+    pipeline: Pipeline, most: float, levels: Levels, floor: Floats
+) -> tuple[Shape, Floats]:
     for _ in range(REPAIRS):
         total = max(1.0, float(floor.mean()))
         shape = split(pipeline, floor / total, most, REPAIR_ROUNDS)

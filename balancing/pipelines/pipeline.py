@@ -101,14 +101,24 @@ def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action,
     `count_multiple`.
     """
     if not 0 <= stage < pipeline.stages:
-        raise OptionError(f"stage={stage} is outside a pipeline of stages={pipeline.stages}")
+        raise OptionError(
+            f"stage={stage} is outside a pipeline of stages={pipeline.stages}"
+        )
     check_count(pipeline, micro_batches)
-    forward = [Action("forward", *place) for place in _rounds(pipeline, micro_batches, ascending=True)]
+    forward = [
+        Action("forward", *place)
+        for place in _rounds(pipeline, micro_batches, ascending=True)
+    ]
     if pipeline.backward == 0:
         return tuple(forward)
-    backward = [Action("backward", *place) for place in _rounds(pipeline, micro_batches, ascending=False)]
+    backward = [
+        Action("backward", *place)
+        for place in _rounds(pipeline, micro_batches, ascending=False)
+    ]
     ahead = min(_ahead(pipeline, stage), len(forward))
-    alternating = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
+    alternating = [
+        action for pair in zip(forward[ahead:], backward, strict=False) for action in pair
+    ]
     return (*forward[:ahead], *alternating, *backward[len(forward) - ahead :])
 
 
@@ -138,12 +148,18 @@ def _at(pipeline: Pipeline, kind: Kind, part: int, action: Action) -> tuple[int,
     return part % pipeline.stages, Action(kind, action.micro_batch, part // pipeline.stages)
 
 
-def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[tuple[int, int]]:
+def _rounds(
+    pipeline: Pipeline, micro_batches: int, *, ascending: bool
+) -> list[tuple[int, int]]:
     """Order (micro_batch, chunk) in rounds of `stages` micro-batches, each through all chunks one after
     another.
     """
     size = pipeline.stages if pipeline.virtual_stages > 1 else micro_batches
-    chunks = range(pipeline.virtual_stages) if ascending else range(pipeline.virtual_stages)[::-1]
+    chunks = (
+        range(pipeline.virtual_stages)
+        if ascending
+        else range(pipeline.virtual_stages)[::-1]
+    )
     return [
         (micro_batch, chunk)
         for first in range(0, micro_batches, size)

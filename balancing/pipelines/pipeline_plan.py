@@ -26,7 +26,12 @@ import numpy as np
 from balancing.basics.compiled import compiled
 from balancing.basics.grouping import Caps, Floats, Grouping, Integers
 from balancing.errors import CountError
-from balancing.pipelines.micro_step_targets import covered_shape, in_units, levels_of, rounded_limit
+from balancing.pipelines.micro_step_targets import (
+    covered_shape,
+    in_units,
+    levels_of,
+    rounded_limit,
+)
 from balancing.pipelines.pipeline import Pipeline
 from balancing.pipelines.pipeline_time import fastest_order, makespan
 from balancing.search.assignment import Request, Schedule, even_out_within_steps
@@ -66,7 +71,9 @@ def schedule_on_pipeline(work: Work, request: Request, pipeline: Pipeline) -> Sc
         schedules = [first, *_in_best_shape(work, request, pipeline, counts)]
     else:
         schedules = [first, *_planned(work, request, counts[1:])]
-    timed_schedules = [_in_fastest_order(schedule, work, pipeline) for schedule in schedules]
+    timed_schedules = [
+        _in_fastest_order(schedule, work, pipeline) for schedule in schedules
+    ]
     schedule = _fewest_steps(timed_schedules)
     return to_ranks(schedule, work.computed(schedule))
 
@@ -76,25 +83,37 @@ def _fewest_steps(timed_schedules: Sequence[tuple[Schedule, float]]) -> Schedule
     return next(schedule for schedule, time in timed_schedules if time <= enough)
 
 
-def _in_fastest_order(schedule: Schedule, work: Work, pipeline: Pipeline) -> tuple[Schedule, float]:
+def _in_fastest_order(
+    schedule: Schedule, work: Work, pipeline: Pipeline
+) -> tuple[Schedule, float]:
     times = schedule.loads(work.computed(schedule)).max(axis=1)
     order = fastest_order(pipeline, times)
     return with_steps(schedule, order), makespan(pipeline, times[order])
 
 
-def _more_steps(fewest: int, sequences: int, request: Request, pipeline: Pipeline) -> Iterator[int]:
+def _more_steps(
+    fewest: int, sequences: int, request: Request, pipeline: Pipeline
+) -> Iterator[int]:
     multiple = request.count.multiple_of
-    most = min(MOST_FOR_EACH_STAGE * pipeline.stages, sequences // request.ranks) // multiple * multiple
+    most = (
+        min(MOST_FOR_EACH_STAGE * pipeline.stages, sequences // request.ranks)
+        // multiple
+        * multiple
+    )
     steps = fewest
     while pipeline.stages > 1 and steps < most:
-        steps = min(most, -(-max(steps + 1, round(COUNT_GROWTH * steps)) // multiple) * multiple)
+        steps = min(
+            most, -(-max(steps + 1, round(COUNT_GROWTH * steps)) // multiple) * multiple
+        )
         yield steps
 
 
 def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Schedule]:
     for steps in counts:
         with suppress(CountError):
-            yield work.plan(replace(request, count=CountRule(steps, request.count.multiple_of)))
+            yield work.plan(
+                replace(request, count=CountRule(steps, request.count.multiple_of))
+            )
 
 
 def _in_best_shape(
@@ -107,17 +126,26 @@ def _in_best_shape(
         mean = float(work.weights.sum()) / request.ranks / steps
         if len(work.sizes) < steps * request.ranks or mean == 0:
             continue
-        most = rounded_limit(most_in_a_step(work.sizes, work.weights, request.ranks, request.caps) / mean)
-        levels = levels_of(work.sizes, work.weights / mean, request.ranks, request.caps, steps)
+        most = rounded_limit(
+            most_in_a_step(work.sizes, work.weights, request.ranks, request.caps) / mean
+        )
+        levels = levels_of(
+            work.sizes, work.weights / mean, request.ranks, request.caps, steps
+        )
         shape = covered_shape(in_units(pipeline, mean), steps, most, levels)
         if mean * shape.makespan > least * (1 - NEAR):
             continue
         dealt = list(deal_to_times(work.sizes, work.weights, request, shape.times * mean))
         if dealt:
             best = min(
-                dealt, key=lambda schedule: makespan(pipeline, schedule.loads(work.weights).max(axis=1))
+                dealt,
+                key=lambda schedule: makespan(
+                    pipeline, schedule.loads(work.weights).max(axis=1)
+                ),
             )
-            timed_schedules.append((best, makespan(pipeline, likely_times(best, work.weights))))
+            timed_schedules.append(
+                (best, makespan(pipeline, likely_times(best, work.weights)))
+            )
             least = min(least, timed_schedules[-1][1])
     if timed_schedules:
         yield even_out_within_steps(
@@ -127,7 +155,9 @@ def _in_best_shape(
 
 def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> float:
     """Return the most work of a micro-step under the cap on tokens, mean of its ranks."""
-    return float(most_workload(sizes, weights, np.array([ranks]), caps.max_tokens)[0]) / ranks
+    return (
+        float(most_workload(sizes, weights, np.array([ranks]), caps.max_tokens)[0]) / ranks
+    )
 
 
 NOWHERE = -1
@@ -140,7 +170,9 @@ TRIES = 50_000
 """Limit of full micro-batches found when sequences are dealt one by one, about 10 ms of compiled code."""
 
 
-def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Floats) -> Iterator[Schedule]:
+def deal_to_times(
+    sizes: Integers, weights: Floats, request: Request, times: Floats
+) -> Iterator[Schedule]:
     """Yield schedules whose steps take about `times`, ranks not yet even, or none if caps or counts forbid
     it.
     """
@@ -149,9 +181,13 @@ def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Flo
     if caps.padded or len(sizes) < steps * request.ranks:
         return
     for deal in (_deal_layers, _deal_singly):
-        group_of = deal(sizes, weights, request.ranks, times, caps.max_tokens, caps.max_sequences)
+        group_of = deal(
+            sizes, weights, request.ranks, times, caps.max_tokens, caps.max_sequences
+        )
         if (group_of != NOWHERE).all():
-            yield Schedule(Grouping(group_of, steps * request.ranks), steps, "pipeline_shape")
+            yield Schedule(
+                Grouping(group_of, steps * request.ranks), steps, "pipeline_shape"
+            )
 
 
 def likely_times(dealt: Schedule, weights: Floats) -> Floats:
@@ -165,7 +201,12 @@ def likely_times(dealt: Schedule, weights: Floats) -> Floats:
 
 @compiled
 def _deal_layers(
-    sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
+    sizes: Integers,
+    weights: Floats,
+    ranks: int,
+    times: Floats,
+    max_tokens: int,
+    max_sequences: int,
 ) -> Integers:
     steps = len(times)
     full = len(sizes) // ranks
@@ -181,7 +222,9 @@ def _deal_layers(
         placed = False
         for step in np.argsort(-room):
             # No step may stay empty: the last full layers go to those that have none.
-            if layers[step] == max_sequences or (layer < full and full - layer == empty and layers[step] > 0):
+            if layers[step] == max_sequences or (
+                layer < full and full - layer == empty and layers[step] > 0
+            ):
                 continue
             receivers = np.argsort(loads[step])[: stop - first]
             new_tokens = tokens[step][receivers] + sizes[first:stop]
@@ -204,7 +247,12 @@ def _deal_layers(
 
 @compiled
 def _deal_singly(
-    sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
+    sizes: Integers,
+    weights: Floats,
+    ranks: int,
+    times: Floats,
+    max_tokens: int,
+    max_sequences: int,
 ) -> Integers:
     count = len(times) * ranks
     smallest = sizes.min()
@@ -218,7 +266,9 @@ def _deal_singly(
     heapq.heapify(heap)
     passed = heap[:0]
     for sequence in range(len(sizes)):
-        if len(sizes) - sequence == empty:  # the last sequences go to micro-batches that have none
+        if (
+            len(sizes) - sequence == empty
+        ):  # the last sequences go to micro-batches that have none
             heap = [(excess, group) for excess, group in heap if members[group] == 0]
             heapq.heapify(heap)
         while len(heap) > 0:

@@ -112,7 +112,9 @@ def timeline(pipeline: Pipeline, times: ArrayLike) -> Timeline:
     """
     total = micro_step_times(pipeline, times)
     passes = passes_of(pipeline, len(total))
-    ends = ends_of(passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost, total)
+    ends = ends_of(
+        passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost, total
+    )
     return Timeline(passes, ends - passes.cost * total[passes.micro_batch], ends)
 
 
@@ -133,13 +135,20 @@ def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         index = int(np.argmax(bad))
-        raise WeightError(f"times[{index}] is {array[index]}. Every time must be finite and >= 0.")
+        raise WeightError(
+            f"times[{index}] is {array[index]}. Every time must be finite and >= 0."
+        )
     return array + pipeline.overhead
 
 
 @compiled
 def ends_of(
-    predecessor: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats
+    predecessor: Integers,
+    needed: Integers,
+    sent: Floats,
+    micro_batch: Integers,
+    cost: Floats,
+    times: Floats,
 ) -> Floats:
     """Return when each pass ends: float64 [passes]. times: float64 [m], overhead included."""
     ends = np.empty(len(predecessor))
@@ -196,7 +205,11 @@ def improved(
         for first in range(steps):
             for second in range(steps):
                 for exchange in range(2):
-                    if first == second or (exchange == 1 and first > second) or simulations <= 0:
+                    if (
+                        first == second
+                        or (exchange == 1 and first > second)
+                        or simulations <= 0
+                    ):
                         continue
                     candidate = order.copy()
                     if exchange == 1:
@@ -207,7 +220,9 @@ def improved(
                     else:
                         candidate[second + 1 : first + 1] = order[second:first]
                         candidate[second] = order[first]
-                    time = ends_of(predecessor, needed, sent, micro_batch, cost, times[candidate]).max()
+                    time = ends_of(
+                        predecessor, needed, sent, micro_batch, cost, times[candidate]
+                    ).max()
                     simulations -= 1
                     if time < best * (1 - LEAST_GAIN):
                         best = time

@@ -26,8 +26,12 @@ def fewest_parts(groups: Groups, max_tokens: int, max_sequences: int) -> Integer
     members = np.diff(groups.start)
     room = max_tokens - groups.shared_tokens
     tokens = np.add.reduceat(groups.own_tokens, groups.start[:-1])
-    large = np.add.reduceat(2 * groups.own_tokens > room[groups.group], groups.start[:-1], dtype=np.int64)
-    parts: Integers = np.maximum.reduce([-(-tokens // room), -(-members // max_sequences), large])
+    large = np.add.reduceat(
+        2 * groups.own_tokens > room[groups.group], groups.start[:-1], dtype=np.int64
+    )
+    parts: Integers = np.maximum.reduce(
+        [-(-tokens // room), -(-members // max_sequences), large]
+    )
     return parts
 
 
@@ -43,11 +47,15 @@ def prefix_step_time_bound(
     forced = prefix_step_times(groups, ranks, steps, max_tokens, max_sequences)
     tokens = np.concatenate([groups.own_tokens, np.repeat(groups.shared_tokens, parts)])
     work = np.concatenate([groups.own, np.repeat(groups.shared, parts)])
-    held = most_workload(tokens[tokens > 0], work[tokens > 0], np.arange(len(forced) + 1) * ranks, max_tokens)
+    held = most_workload(
+        tokens[tokens > 0], work[tokens > 0], np.arange(len(forced) + 1) * ranks, max_tokens
+    )
     return prolonged(forced, float(work.sum()), held, ranks)
 
 
-def prefix_step_times(groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int) -> Floats:
+def prefix_step_times(
+    groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int
+) -> Floats:
     """Apply `minimum_step_times` with prefixes: one sequence adds its prefix, several add at least their own
     parts.
     """

@@ -85,7 +85,11 @@ class SharedPrefixes:
 
     @classmethod
     def of(
-        cls, groups: Integers, tokens: Integers, workloads: Floats, tree: PrefixTree | None = None
+        cls,
+        groups: Integers,
+        tokens: Integers,
+        workloads: Floats,
+        tree: PrefixTree | None = None,
     ) -> "SharedPrefixes":
         """Number the groups. A sequence with a prefix of 0 tokens is a group of one."""
         alone = np.flatnonzero(tokens == 0)
@@ -103,7 +107,10 @@ class SharedPrefixes:
         chosen[rows] = 1
         tokens, workloads = self._shared(chosen)
         # The first of a group has no neighbour before it, so the prefix replaces the depth.
-        deep = np.maximum(prefixes.tokens, tokens[rows]), np.maximum(prefixes.workloads, workloads[rows])
+        deep = (
+            np.maximum(prefixes.tokens, tokens[rows]),
+            np.maximum(prefixes.workloads, workloads[rows]),
+        )
         return replace(prefixes, tree=PrefixTree(self.tree.order[rows], *deep))
 
     def measured(self, measure: Callable[[Integers], Any]) -> "SharedPrefixes":
@@ -131,7 +138,9 @@ class SharedPrefixes:
     def in_order(self, micro_batch: Integers | None = None) -> Integers:
         """Return the sequences by group, then micro-batch, then tree order, int64 [n]."""
         order = np.arange(len(self.group)) if self.tree is None else self.tree.order
-        keys = (order, self.group) if micro_batch is None else (order, micro_batch, self.group)
+        keys = (
+            (order, self.group) if micro_batch is None else (order, micro_batch, self.group)
+        )
         rows: Integers = np.lexsort(keys)
         return rows
 
@@ -150,15 +159,26 @@ class SharedPrefixes:
         ends = np.append(start, len(rows))
         own_tokens = (sizes - shared.tokens)[rows]
         return Groups(
-            own_weights[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]
+            own_weights[rows],
+            own_tokens,
+            group,
+            ends,
+            self.workloads[first],
+            self.tokens[first],
         ), rows
 
     def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
         rows = self.in_order(micro_batch)
-        again = np.zeros(len(rows), np.bool_)  # not the first of its group in its micro-batch
-        again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (np.diff(micro_batch[rows]) == 0)
+        again = np.zeros(
+            len(rows), np.bool_
+        )  # not the first of its group in its micro-batch
+        again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (
+            np.diff(micro_batch[rows]) == 0
+        )
         tokens, workloads = (
-            (self.tokens, self.workloads) if self.tree is None else self._least_depths(rows, self.tree)
+            (self.tokens, self.workloads)
+            if self.tree is None
+            else self._least_depths(rows, self.tree)
         )
         return np.where(again, tokens, 0), np.where(again, workloads, 0.0)
 
@@ -171,7 +191,9 @@ class SharedPrefixes:
         place[neighbours] = np.arange(len(rows))
         # From the neighbour after the one before, to the sequence itself. The pieces between these are
         # dropped.
-        ends = np.stack([np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1).ravel()
+        ends = np.stack(
+            [np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1
+        ).ravel()
         tokens = np.empty(len(rows), tree.tokens.dtype)
         workloads = np.empty(len(rows))
         for depths, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
@@ -199,7 +221,9 @@ def checked_prefixes(
             )
         return None
     if groups is None or lengths is None:
-        raise OptionError("prefix_groups and prefix_lengths go together. Pass both, or neither.")
+        raise OptionError(
+            "prefix_groups and prefix_lengths go together. Pass both, or neither."
+        )
     names = group_names(groups, "prefix_groups", len(tokens))
     shared = _shorter(lengths, "prefix_lengths", tokens)
     largest = np.zeros(names.max() + 1, np.int64)
@@ -226,7 +250,9 @@ def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
     shared = group_names(values, name, len(tokens))
     if (shared >= tokens).any():
         index = int(np.argmax(shared >= tokens))
-        raise LengthError(f"{name}[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+        raise LengthError(
+            f"{name}[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}"
+        )
     return shared
 
 
@@ -243,7 +269,11 @@ class Subtrees:
 
 
 def subtrees(
-    sizes: Integers, weights: Floats, prefixes: SharedPrefixes, max_tokens: int, of_a_rank: float
+    sizes: Integers,
+    weights: Floats,
+    prefixes: SharedPrefixes,
+    max_tokens: int,
+    of_a_rank: float,
 ) -> Iterator[Subtrees]:
     """Yield divisions into subtrees, large ones first, or nothing if no two sequences share more than their
     prefix.
@@ -294,11 +324,15 @@ def _joined(
     first = np.zeros(len(rows), np.bool_)
     first[starts] = True
     tokens = np.add.reduceat(sizes[rows] - np.where(first, 0, tree.tokens[rows]), starts)
-    work = np.add.reduceat(weights[rows] - np.where(first, 0.0, tree.workloads[rows]), starts)
+    work = np.add.reduceat(
+        weights[rows] - np.where(first, 0.0, tree.workloads[rows]), starts
+    )
     order = np.lexsort((-tokens, -work))
     number = np.empty(len(starts), np.int64)
     number[order] = np.arange(len(starts))
     subtree_of = np.empty(len(rows), np.int64)
     subtree_of[rows] = number[np.cumsum(first) - 1]
     heads = rows[starts[order]]
-    return Subtrees(subtree_of, tokens[order], work[order], replace(prefixes, tree=None).select(heads))
+    return Subtrees(
+        subtree_of, tokens[order], work[order], replace(prefixes, tree=None).select(heads)
+    )

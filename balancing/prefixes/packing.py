@@ -22,9 +22,19 @@ import numpy as np
 from balancing.basics.compiled import compiled
 from balancing.basics.grouping import Floats, Grouping, Integers
 from balancing.errors import CountError
-from balancing.prefixes.bounds import fewest_parts, prefix_step_time_bound, prefix_step_times
+from balancing.prefixes.bounds import (
+    fewest_parts,
+    prefix_step_time_bound,
+    prefix_step_times,
+)
 from balancing.prefixes.groups import Groups, SharedPrefixes, subtrees
-from balancing.search.assignment import Request, Schedule, checked_steps, deal, deal_into_steps
+from balancing.search.assignment import (
+    Request,
+    Schedule,
+    checked_steps,
+    deal,
+    deal_into_steps,
+)
 from balancing.search.schedule import arranged, schedule_evenly
 
 NEAR_THE_LEAST = 1e-2
@@ -48,49 +58,72 @@ def schedule_with_prefixes(
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
     of_prompts = replace(prefixes, tree=None)
-    least, least_of_prompts = (_least(weights, variant, request) for variant in (prefixes, of_prompts))
+    least, least_of_prompts = (
+        _least(weights, variant, request) for variant in (prefixes, of_prompts)
+    )
     best = None
     time = np.inf
     # A cap on sequences would count a subtree as one.
     capped = request.caps.max_sequences < len(sizes)
-    for subtree in () if capped else subtrees(sizes, weights, prefixes, request.caps.max_tokens, least):
-        if time <= max(_least(subtree.weights, subtree.prefixes, request), least * (1 + NEAR_THE_LEAST)):
+    for subtree in (
+        () if capped else subtrees(sizes, weights, prefixes, request.caps.max_tokens, least)
+    ):
+        if time <= max(
+            _least(subtree.weights, subtree.prefixes, request), least * (1 + NEAR_THE_LEAST)
+        ):
             break
         try:
             schedule = _in_groups(subtree.sizes, subtree.weights, subtree.prefixes, request)
         except CountError:
             continue
         schedule = replace(
-            schedule, grouping=Grouping(schedule.grouping.group_of[subtree.of], schedule.grouping.count)
+            schedule,
+            grouping=Grouping(
+                schedule.grouping.group_of[subtree.of], schedule.grouping.count
+            ),
         )
         if schedule.time(prefixes.computed(weights, schedule.grouping.group_of)) < time:
             best = schedule
             time = schedule.time(prefixes.computed(weights, schedule.grouping.group_of))
-    if best is not None and time <= least_of_prompts:  # single sequences would have to meet by chance
+    if (
+        best is not None and time <= least_of_prompts
+    ):  # single sequences would have to meet by chance
         return best
     alone = _in_groups(sizes, weights, of_prompts, request)
-    if best is None or alone.time(prefixes.computed(weights, alone.grouping.group_of)) < time:
+    if (
+        best is None
+        or alone.time(prefixes.computed(weights, alone.grouping.group_of)) < time
+    ):
         return alone
     return best
 
 
 def _least(weights: Floats, prefixes: SharedPrefixes, request: Request) -> float:
-    return float(prefixes.computed(weights, np.zeros_like(prefixes.group)).sum()) / request.ranks
+    return (
+        float(prefixes.computed(weights, np.zeros_like(prefixes.group)).sum())
+        / request.ranks
+    )
 
 
-def _in_groups(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
+def _in_groups(
+    sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request
+) -> Schedule:
     groups, rows = prefixes.in_groups(sizes, weights)
     group_schedule = _Filling(groups, request).fastest()
     if group_schedule is not None:
         group_of = np.empty_like(rows)
         group_of[rows] = group_schedule.grouping.group_of
-        group_schedule = replace(group_schedule, grouping=Grouping(group_of, group_schedule.grouping.count))
+        group_schedule = replace(
+            group_schedule, grouping=Grouping(group_of, group_schedule.grouping.count)
+        )
         computed = prefixes.computed(weights, group_of)
         if group_schedule.time(computed) <= float(weights.sum()) / request.ranks:
             return arranged(group_schedule, computed, request.order)
     alone = schedule_evenly(sizes, weights, request)
     schedules = [alone] if group_schedule is None else [group_schedule, alone]
-    work = [prefixes.computed(weights, schedule.grouping.group_of) for schedule in schedules]
+    work = [
+        prefixes.computed(weights, schedule.grouping.group_of) for schedule in schedules
+    ]
     best = min(range(len(work)), key=lambda number: schedules[number].time(work[number]))
     return arranged(schedules[best], work[best], request.order)
 
@@ -115,14 +148,20 @@ class _Filling:
             if time <= bound * (1 + near):
                 break
             near = FAR
-            times = prefix_step_times(self._groups, ranks, steps, caps.max_tokens, caps.max_sequences)
+            times = prefix_step_times(
+                self._groups, ranks, steps, caps.max_tokens, caps.max_sequences
+            )
             forced = np.pad(times, (0, steps - len(times)))
-            attempts = (self._lowest(order, forced, bound) for order in self._orders(bound / steps))
+            attempts = (
+                self._lowest(order, forced, bound) for order in self._orders(bound / steps)
+            )
             fillings = [filled for filled in attempts if filled is not None]
             if not fillings:
                 continue
             count = steps * ranks
-            filled = _spread(fillings[-1], steps if self._request.allow_empty else count, count)
+            filled = _spread(
+                fillings[-1], steps if self._request.allow_empty else count, count
+            )
             schedule = self._dealt(filled, steps)
             found_time = schedule.time(self._computed(schedule.grouping.group_of))
             if found_time < time:
@@ -134,7 +173,9 @@ class _Filling:
         groups = self._groups
         caps = self._request.caps
         work = np.add.reduceat(groups.own, groups.start[:-1]) + groups.shared
-        tokens = np.add.reduceat(groups.own_tokens, groups.start[:-1]) + groups.shared_tokens
+        tokens = (
+            np.add.reduceat(groups.own_tokens, groups.start[:-1]) + groups.shared_tokens
+        )
         if tokens.max() > caps.max_tokens or caps.max_sequences < len(groups.own):
             return None
         order = np.lexsort((-tokens, -work))
@@ -144,7 +185,9 @@ class _Filling:
             return None
         group_of = np.empty(len(order), np.int64)
         group_of[order] = schedule.grouping.group_of
-        return replace(schedule, grouping=Grouping(group_of[groups.group], schedule.grouping.count))
+        return replace(
+            schedule, grouping=Grouping(group_of[groups.group], schedule.grouping.count)
+        )
 
     def _steps(self) -> Iterator[int]:
         groups = self._groups
@@ -152,7 +195,10 @@ class _Filling:
         sequences = len(self._groups.own)
         parts = fewest_parts(groups, request.caps.max_tokens, request.caps.max_sequences)
         tokens = int(groups.own_tokens.sum() + parts @ groups.shared_tokens)
-        fewest = max(-(-tokens // request.caps.max_tokens), -(-sequences // request.caps.max_sequences))
+        fewest = max(
+            -(-tokens // request.caps.max_tokens),
+            -(-sequences // request.caps.max_sequences),
+        )
         lowest = -(-fewest // request.ranks)
         multiple = request.count.multiple_of
         for needed in range(lowest, lowest + (MORE_STEPS + 1) * multiple, multiple):
@@ -166,7 +212,9 @@ class _Filling:
         longest.
         """
         groups = self._groups
-        own_work, longest = (at.reduceat(groups.own, groups.start[:-1]) for at in (np.add, np.maximum))
+        own_work, longest = (
+            at.reduceat(groups.own, groups.start[:-1]) for at in (np.add, np.maximum)
+        )
         room = np.maximum(level - groups.shared, 1e-9 * level)
         return [
             np.argsort(-work - groups.shared, kind="stable")
@@ -184,8 +232,14 @@ class _Filling:
         """Return the micro-batches of the shortest time above `bound` that fits, if below all
         times so far.
         """
-        work = float(self._computed(np.arange(len(self._groups.own))).sum())  # enough for any micro-batch
-        longest = self._lowest_time if np.isfinite(self._lowest_time) else bound + len(forced) * work
+        work = float(
+            self._computed(np.arange(len(self._groups.own))).sum()
+        )  # enough for any micro-batch
+        longest = (
+            self._lowest_time
+            if np.isfinite(self._lowest_time)
+            else bound + len(forced) * work
+        )
         best = self._fill(order, self._levels(forced, longest))
         if best is None:
             return None
@@ -207,24 +261,33 @@ class _Filling:
         steps = len(forced)
         longer = np.concatenate([[0.0], np.cumsum(forced)[:-1]])
         levels = (time - longer) / (steps - np.arange(steps))
-        level = levels[np.argmax(forced <= levels)] if (forced <= levels).any() else levels[-1]
+        level = (
+            levels[np.argmax(forced <= levels)] if (forced <= levels).any() else levels[-1]
+        )
         return np.repeat(np.maximum(forced, level), self._request.ranks)
 
     def _fill(self, order: Integers, levels: Floats) -> Integers | None:
         caps = self._request.caps
-        filled = fill_groups(self._groups, order, levels, caps.max_tokens, caps.max_sequences)
+        filled = fill_groups(
+            self._groups, order, levels, caps.max_tokens, caps.max_sequences
+        )
         return None if (filled < 0).any() else filled
 
     def _dealt(self, micro_batch_of: Integers, steps: int) -> Schedule:
         used, numbers = np.unique(micro_batch_of, return_inverse=True)
         work = self._computed(micro_batch_of)
         packed = Grouping(numbers, len(used))
-        return deal_into_steps(packed, self._groups.own_tokens, work, self._request, steps, "shared_prefixes")
+        return deal_into_steps(
+            packed, self._groups.own_tokens, work, self._request, steps, "shared_prefixes"
+        )
 
 
 def _spread(micro_batch_of: Integers, needed: int, count: int) -> Integers:
     """Fill at least `needed` of `count` micro-batches. Empty ones take a sequence from the fullest."""
-    micro_batch_of, sizes = micro_batch_of.copy(), np.bincount(micro_batch_of, minlength=count)
+    micro_batch_of, sizes = (
+        micro_batch_of.copy(),
+        np.bincount(micro_batch_of, minlength=count),
+    )
     for empty in np.flatnonzero(sizes == 0)[: max(0, needed - np.count_nonzero(sizes))]:
         fullest = np.argmax(sizes)
         micro_batch_of[np.flatnonzero(micro_batch_of == fullest)[-1]] = empty
@@ -259,7 +322,11 @@ def fill_groups(
     place = -1
     while leaves < count:
         leaves *= 2
-    room = _Room(np.full(2 * leaves, -np.inf), np.full(2 * leaves, -1), np.full(leaves, max_sequences))
+    room = _Room(
+        np.full(2 * leaves, -np.inf),
+        np.full(2 * leaves, -1),
+        np.full(leaves, max_sequences),
+    )
     micro_batch_of = np.full(len(groups.own), -1)
     last_cut = np.full(leaves, -1)
     least = groups.shared.min() + groups.own.min()
@@ -308,7 +375,12 @@ def _set(room: _Room, place: int, load: float, tokens: int) -> None:
 
 @compiled
 def _place(
-    groups: Groups, group: int, rows: Integers, room: _Room, last_cut: Integers, divisible: bool
+    groups: Groups,
+    group: int,
+    rows: Integers,
+    room: _Room,
+    last_cut: Integers,
+    divisible: bool,
 ) -> tuple[bool, int]:
     """Return (fullest micro-batch with room for all of `rows`, True), else (the one with most room, False),
     or -1.
@@ -342,7 +414,10 @@ def _place(
         if load < least or not (fits or (fullest < 0 and divisible and wide >= most)):
             continue
         if node < leaves:
-            nodes[depth], nodes[depth + 1] = 2 * node, 2 * node + 1  # the empty one is the last
+            nodes[depth], nodes[depth + 1] = (
+                2 * node,
+                2 * node + 1,
+            )  # the empty one is the last
             depth += 2
             continue
         place = node - leaves
@@ -359,14 +434,18 @@ def _place(
 
 
 @compiled
-def _cut(groups: Groups, rows: Integers, load: float, tokens: int, sequences: int) -> Integers:
+def _cut(
+    groups: Groups, rows: Integers, load: float, tokens: int, sequences: int
+) -> Integers:
     best = rows[:0]
     heaviest = 0.0
     part = np.empty_like(rows)
     for start in range(min(len(rows), STARTS)):
         weight, size, count = 0.0, 0, 0
         for row in rows[start:]:
-            fits = weight + groups.own[row] <= load and size + groups.own_tokens[row] <= tokens
+            fits = (
+                weight + groups.own[row] <= load and size + groups.own_tokens[row] <= tokens
+            )
             if fits and count < sequences:
                 part[count] = row
                 weight += groups.own[row]

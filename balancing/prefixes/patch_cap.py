@@ -16,7 +16,12 @@ MORE_STEPS = 8
 
 
 def spread_patches(
-    schedule: Schedule, alone: Floats, computed: Floats, group: Integers, caps: Caps, max_patches: int
+    schedule: Schedule,
+    alone: Floats,
+    computed: Floats,
+    group: Integers,
+    caps: Caps,
+    max_patches: int,
 ) -> Schedule | None:
     """Move sequences out of micro-batches with too many patches. Returns None if one finds no room.
 

@@ -72,7 +72,9 @@ class Schedule:
         return float(self.loads(weights).max(axis=1).sum())
 
 
-def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: Request) -> int:
+def checked_steps(
+    needed: int, fewest_on_a_rank: int, sequences: int, request: Request
+) -> int:
     """Count micro-steps. Raises CountError if a step, or without `allow_empty` a micro-batch,
     would be empty.
     """
@@ -112,7 +114,9 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
     yield checked_steps(lowest, sequences // ranks, sequences, request)
 
 
-def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
+def from_karmarkar_karp(
+    sizes: Integers, weights: Floats, request: Request, steps: int
+) -> Schedule | None:
     """Refine a schedule from Karmarkar-Karp. Returns None for the padded layout, or if the caps cannot be
     repaired.
     """
@@ -121,34 +125,54 @@ def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, step
     if caps.padded or len(sizes) < count:
         return None
     start = karmarkar_karp_twice(weights, request.ranks, steps)
-    group_of = repair_caps(sizes, weights, start.group_of, count, caps.max_tokens, caps.max_sequences)
+    group_of = repair_caps(
+        sizes, weights, start.group_of, count, caps.max_tokens, caps.max_sequences
+    )
     if (group_of < 0).any():
         return None
     packed = Grouping(group_of, count)
     if len(sizes) <= MANY:  # for more, exchanges within steps suffice
         packed = even_out(packed, weights, sizes, caps)
     return even_out_within_steps(
-        deal_into_steps(packed, sizes, weights, request, steps, "karmarkar_karp"), sizes, weights, request
+        deal_into_steps(packed, sizes, weights, request, steps, "karmarkar_karp"),
+        sizes,
+        weights,
+        request,
     )
 
 
-def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
+def from_longest_first(
+    sizes: Integers, weights: Floats, request: Request, steps: int
+) -> Schedule | None:
     """Refine a schedule from longest first or another method of `pack_into`. Returns None if all fail."""
     count = min(steps * request.ranks, len(sizes))
     if request.caps.padded:
-        packed: Grouping | None = pack_evenly(sizes, weights, request.caps, CountRule(count))
+        packed: Grouping | None = pack_evenly(
+            sizes, weights, request.caps, CountRule(count)
+        )
     else:
         packed = pack_into(sizes, weights, request.caps, count)
     if packed is None or packed.count > steps * request.ranks:
         return None
     schedule = deal_into_steps(packed, sizes, weights, request, steps, "longest_first")
-    return schedule if request.caps.padded else even_out_within_steps(schedule, sizes, weights, request)
+    return (
+        schedule
+        if request.caps.padded
+        else even_out_within_steps(schedule, sizes, weights, request)
+    )
 
 
 def deal_into_steps(
-    packed: Grouping, sizes: Integers, weights: Floats, request: Request, steps: int, start: Start
+    packed: Grouping,
+    sizes: Integers,
+    weights: Floats,
+    request: Request,
+    steps: int,
+    start: Start,
 ) -> Schedule:
-    packed = heaviest_first(packed, sizes, computed_weights(packed, weights, request), np.arange(len(sizes)))
+    packed = heaviest_first(
+        packed, sizes, computed_weights(packed, weights, request), np.arange(len(sizes))
+    )
     places = _places(packed.count, steps, request.ranks)
     return Schedule(packed.renumbered(places, steps * request.ranks), steps, start)
 
@@ -168,14 +192,22 @@ def even_out_within_steps(
 ) -> Schedule:
     group_of = schedule.grouping.group_of.copy()
     loads = schedule.loads(weights)
-    enough = loads.mean(axis=1) * (1 + (tolerance_of(len(sizes)) if tolerance is None else tolerance))
+    enough = loads.mean(axis=1) * (
+        1 + (tolerance_of(len(sizes)) if tolerance is None else tolerance)
+    )
     rows_of = Grouping(group_of // request.ranks, schedule.steps).members()
     for step in np.flatnonzero(loads.max(axis=1) > enough):
         rows = rows_of[step]
         ranks = Grouping(group_of[rows] - step * request.ranks, request.ranks)
         target = float(enough[step])
         even = even_out(
-            ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True, target=target, effort=effort
+            ranks,
+            weights[rows],
+            sizes[rows],
+            request.caps,
+            only_heaviest=True,
+            target=target,
+            effort=effort,
         )
         group_of[rows] = even.group_of + step * request.ranks
     return replace(schedule, grouping=Grouping(group_of, schedule.grouping.count))
@@ -213,14 +245,21 @@ def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> I
             set_of = np.arange(len(rows)) % steps
         else:
             set_of = largest_differencing(weights[rows], steps, False)
-        heaviest_first = np.argsort(-np.bincount(set_of, weights[rows], steps), kind="mergesort")
+        heaviest_first = np.argsort(
+            -np.bincount(set_of, weights[rows], steps), kind="mergesort"
+        )
         group_of[rows] = np.argsort(heaviest_first, kind="mergesort")[set_of] * ranks + rank
     return group_of
 
 
 @compiled
 def repair_caps(
-    sizes: Integers, weights: Floats, group_of: Integers, count: int, max_tokens: int, max_sequences: int
+    sizes: Integers,
+    weights: Floats,
+    group_of: Integers,
+    count: int,
+    max_tokens: int,
+    max_sequences: int,
 ) -> Integers:
     """Bring non-empty groups within the caps. Returns int64 [n], -1 for a sequence that fits nowhere.
 
@@ -234,11 +273,17 @@ def repair_caps(
     for group in range(count):
         if tokens[group] > max_tokens or counts[group] > max_sequences:
             _take_out_excess(
-                assignment, order[bounds[group] : bounds[group + 1]], sizes, max_tokens, max_sequences
+                assignment,
+                order[bounds[group] : bounds[group + 1]],
+                sizes,
+                max_tokens,
+                max_sequences,
             )
     loose = np.flatnonzero(assignment < 0)
     loose = loose[np.argsort(-sizes[loose], kind="mergesort")]
-    repaired = fill_to_level(loose, sizes, weights, assignment, count, np.inf, max_tokens, max_sequences)
+    repaired = fill_to_level(
+        loose, sizes, weights, assignment, count, np.inf, max_tokens, max_sequences
+    )
     if (repaired < 0).any():
         return repaired
     counts = np.bincount(repaired, minlength=count)
@@ -252,7 +297,11 @@ def repair_caps(
 
 @compiled
 def _take_out_excess(
-    group_of: Integers, members: Integers, sizes: Integers, max_tokens: int, max_sequences: int
+    group_of: Integers,
+    members: Integers,
+    sizes: Integers,
+    max_tokens: int,
+    max_sequences: int,
 ) -> None:
     """Take out (-1) the shortest member that brings its group within the caps, else the longest,
     until it is.

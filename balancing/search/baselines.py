@@ -64,8 +64,16 @@ def published_steps(
     parts = [list(np.array_split(rows, count)) for rows in dealt]
     together = [list(rows) for rows in zip(*parts, strict=True)]
     if name == "roll":
-        return [_cut_sorted(rows, tokens, max_tokens) for rows in together if any(map(len, rows))]
-    return [_cut_by_differencing(rows, tokens, costs, max_tokens) for rows in together if any(map(len, rows))]
+        return [
+            _cut_sorted(rows, tokens, max_tokens)
+            for rows in together
+            if any(map(len, rows))
+        ]
+    return [
+        _cut_by_differencing(rows, tokens, costs, max_tokens)
+        for rows in together
+        if any(map(len, rows))
+    ]
 
 
 def schedule_rank_locally(
@@ -79,12 +87,16 @@ def schedule_rank_locally(
     cut = _CUTS[name]
     local = [cut(sizes[rows], request.caps, 1) for rows in ranks]
     fewest_on_a_rank = min(len(rows) for rows in ranks)
-    steps = checked_steps(max(grouping.count for grouping in local), fewest_on_a_rank, len(sizes), request)
+    steps = checked_steps(
+        max(grouping.count for grouping in local), fewest_on_a_rank, len(sizes), request
+    )
     runs = []
     for rows, grouping in zip(ranks, local, strict=True):
         count = min(steps, len(rows))
         local_grouping = cut(sizes[rows], request.caps, count) if count else grouping
-        if local_grouping.count != count:  # as many sets may exceed a cap, so halve the fewer ones
+        if (
+            local_grouping.count != count
+        ):  # as many sets may exceed a cap, so halve the fewer ones
             local_grouping = spread(grouping, sizes[rows], count)
         ordered = heaviest_first(local_grouping, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])
@@ -92,7 +104,9 @@ def schedule_rank_locally(
 
 
 def _deal_by_differencing(tokens: Integers, ranks: int) -> list[Integers]:
-    return partition(tokens, ranks, equal_size=True, algorithm="karmarkar_karp", allow_empty=True)
+    return partition(
+        tokens, ranks, equal_size=True, algorithm="karmarkar_karp", allow_empty=True
+    )
 
 
 def _deal_longest_first(tokens: Integers, ranks: int) -> list[Integers]:
@@ -104,7 +118,9 @@ def _deal_sorted(tokens: Integers, ranks: int) -> list[Integers]:
     return [order[rank::ranks] for rank in range(ranks)]
 
 
-def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, max_tokens: int) -> Steps:
+def _cut_by_differencing(
+    rows: list[Integers], tokens: Integers, costs: Floats, max_tokens: int
+) -> Steps:
     """Cut as published: ceil(tokens / cap) sets of the fullest rank, on all ranks. The sets may exceed the
     cap.
     """
@@ -113,8 +129,13 @@ def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, 
     for mine in rows:
         sets = []
         if len(mine):
-            places = partition(tokens[mine], count, algorithm="karmarkar_karp", allow_empty=True)
-            sets = sorted((mine[inside] for inside in places), key=lambda part: -float(costs[part].sum()))
+            places = partition(
+                tokens[mine], count, algorithm="karmarkar_karp", allow_empty=True
+            )
+            sets = sorted(
+                (mine[inside] for inside in places),
+                key=lambda part: -float(costs[part].sum()),
+            )
         columns.append(sets + [mine[:0]] * (count - len(sets)))
     return [list(step) for step in zip(*columns, strict=True)]
 
@@ -134,11 +155,17 @@ def _cut_sorted(rows: list[Integers], tokens: Integers, max_tokens: int) -> Step
 
 
 def _keeps_caps(grouping: Grouping, sizes: Integers, caps: Caps) -> bool:
-    return all(keeps_caps(sizes[inside], caps) for inside in grouping.members() if len(inside))
+    return all(
+        keeps_caps(sizes[inside], caps) for inside in grouping.members() if len(inside)
+    )
 
 
 def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
-    lowest = max(at_least, -(-int(sizes.sum()) // caps.max_tokens), -(-len(sizes) // caps.max_sequences))
+    lowest = max(
+        at_least,
+        -(-int(sizes.sum()) // caps.max_tokens),
+        -(-len(sizes) // caps.max_sequences),
+    )
     for count in range(lowest, len(sizes)):
         sets = partition(sizes, count, algorithm="karmarkar_karp")
         grouping = Grouping.of(sets, len(sizes))
@@ -148,7 +175,11 @@ def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grou
 
 
 def _in_order_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
-    runs = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded) if len(sizes) else []
+    runs = (
+        take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
+        if len(sizes)
+        else []
+    )
     runs = (
         split_most_tokens(runs, sizes, at_least, padded=caps.padded)
         if len(runs) < at_least <= len(sizes)

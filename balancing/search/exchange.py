@@ -119,7 +119,11 @@ def _next_lightest(loads: Floats, last: int) -> int:
     """
     lightest = -1
     for group in range(len(loads)):
-        later = last < 0 or loads[group] > loads[last] or (loads[group] == loads[last] and group > last)
+        later = (
+            last < 0
+            or loads[group] > loads[last]
+            or (loads[group] == loads[last] and group > last)
+        )
         if later and (lightest < 0 or loads[group] < loads[lightest]):
             lightest = group
     return lightest
@@ -164,7 +168,9 @@ def even_out(
     order = np.argsort(-weights, kind="stable")
     descending = weights[order]
     if only_heaviest and len(weights):
-        level = max(float(weights.sum()) / count * (1 + TOLERANCE), target, float(descending[0]))
+        level = max(
+            float(weights.sum()) / count * (1 + TOLERANCE), target, float(descending[0])
+        )
     else:
         level = max(_mean_without_giants(descending, count) * (1 + TOLERANCE), target)
     evened = exchange_until_even(
@@ -239,14 +245,21 @@ def exchange_until_even(
 def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) -> int:
     heaviest = -1
     for group in range(len(loads)):
-        if (is_open[group] or only_heaviest) and (heaviest < 0 or loads[group] > loads[heaviest]):
+        if (is_open[group] or only_heaviest) and (
+            heaviest < 0 or loads[group] > loads[heaviest]
+        ):
             heaviest = group
     return heaviest if heaviest >= 0 and is_open[heaviest] else -1
 
 
 @compiled
 def _best_exchange(
-    groups: LinkedGroups, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
+    groups: LinkedGroups,
+    heavy: int,
+    partners: int,
+    max_tokens: float,
+    max_sequences: float,
+    equal_size: bool,
 ) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     """Return partner (-1: none), effort, and the sequences that go to the partner and come back."""
     spent = 0
@@ -258,7 +271,9 @@ def _best_exchange(
         light = -1
         ascending = counts[:0]
         for position in range(min(partners, len(loads))):
-            if position == PARTNERS:  # mostly the first few suffice, beyond them sorting pays
+            if (
+                position == PARTNERS
+            ):  # mostly the first few suffice, beyond them sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
                 light = _next_lightest(loads, light)
@@ -276,14 +291,23 @@ def _best_exchange(
             for given_count in range(1, largest + 1):
                 for returned in range(largest + 1):
                     if max(given_count, returned) < largest or not _counts_allow(
-                        counts[heavy], counts[light], given_count - returned, max_sequences, equal_size
+                        counts[heavy],
+                        counts[light],
+                        given_count - returned,
+                        max_sequences,
+                        equal_size,
                     ):
                         continue
                     a = give[given_count]
                     b = take[returned]
                     spent += len(a[0]) + len(b[0])
                     nearest, i, j = _nearest(
-                        a, b, gap / 2, nearest, max_tokens - tokens[heavy], max_tokens - tokens[light]
+                        a,
+                        b,
+                        gap / 2,
+                        nearest,
+                        max_tokens - tokens[heavy],
+                        max_tokens - tokens[light],
                     )
                     if i >= 0:
                         best_given = (a[2][i], a[3][i])
@@ -294,7 +318,9 @@ def _best_exchange(
 
 
 @compiled
-def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equal_size: bool) -> bool:
+def _counts_allow(
+    heavy: int, light: int, moved: int, max_sequences: float, equal_size: bool
+) -> bool:
     if (
         heavy - moved < 1
         or (light > 0 and light + moved < 1)
@@ -306,7 +332,12 @@ def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equa
 
 @compiled
 def _nearest(
-    give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
+    give: Bundles,
+    take: Bundles,
+    half_gap: float,
+    best: float,
+    room_heavy: float,
+    room_light: float,
 ) -> tuple[float, int, int]:
     """Return the least distance of a difference of weights to `half_gap`, and both positions, -1 for none."""
     best_i = -1
@@ -332,10 +363,17 @@ def _nearest(
 
 
 @compiled
-def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
+def _bundles(
+    groups: LinkedGroups, group: int, largest: int
+) -> tuple[Bundles, Bundles, Bundles]:
     members = _members_of(groups, group)
     nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
-    singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))
+    singles = (
+        groups.weights[members],
+        groups.sizes[members],
+        members,
+        np.full(len(members), -1),
+    )
     return nothing, singles, _pairs(groups, members) if largest == 2 else nothing
 
 

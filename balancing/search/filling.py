@@ -20,7 +20,12 @@ BLOCK = 256  # rooms, in tokens
 
 @compiled
 def fill_lightest(
-    order: Integers, sizes: Integers, weights: Floats, bins: int, max_tokens: int, max_sequences: int
+    order: Integers,
+    sizes: Integers,
+    weights: Floats,
+    bins: int,
+    max_tokens: int,
+    max_sequences: int,
 ) -> Integers:
     """Place each in the lightest bin with room (Graham 1969, under caps), and stop at the first that fits
     nowhere.
@@ -32,7 +37,9 @@ def fill_lightest(
     for index in order:
         smallest = min(smallest, sizes[index])
     room = np.full(bins, max_tokens, np.int64)
-    heap = [(0.0, 0, position) for position in range(bins)]  # (load, sequences, bin) of bins that may grow
+    heap = [
+        (0.0, 0, position) for position in range(bins)
+    ]  # (load, sequences, bin) of bins that may grow
     passed = heap[:0]
     for index in order:
         while len(heap) > 0 and room[heap[0][2]] < sizes[index]:
@@ -50,7 +57,9 @@ def fill_lightest(
 
 
 @compiled
-def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: int) -> Integers:
+def best_fit(
+    order: Integers, sizes: Integers, max_tokens: int, max_sequences: int
+) -> Integers:
     """Place each in the fullest bin with room, or open a bin. In descending order: <= 11/9 of the optimum.
 
     Bins are linked lists by their room, `newest[room] -> bin -> previous[bin] -> .. -> -1`, and rooms are
@@ -146,7 +155,9 @@ def _summarise(node: int, loads: Floats, rooms: Integers) -> None:
 
 
 @compiled
-def _lightest_with_room(loads: Floats, rooms: Integers, bin_of: Integers, size: int, nodes: Integers) -> int:
+def _lightest_with_room(
+    loads: Floats, rooms: Integers, bin_of: Integers, size: int, nodes: Integers
+) -> int:
     """Return the leaf with the least load, of several that of the first bin, among those with room, or -1."""
     best = -1
     least = np.inf
@@ -159,7 +170,11 @@ def _lightest_with_room(loads: Floats, rooms: Integers, bin_of: Integers, size: 
         if rooms[node] < size or loads[node] > least:
             continue
         if node >= leaves:
-            if best < 0 or loads[node] < least or bin_of[node - leaves] < bin_of[best - leaves]:
+            if (
+                best < 0
+                or loads[node] < least
+                or bin_of[node - leaves] < bin_of[best - leaves]
+            ):
                 best = node
                 least = loads[node]
             continue

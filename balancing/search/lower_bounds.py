@@ -31,9 +31,13 @@ def _martello_toth(sizes: Integers, capacity: int) -> int:
     """
     ascending = np.sort(sizes)
     total_before = np.concatenate([[0], np.cumsum(ascending)])
-    half = int(np.searchsorted(ascending, capacity // 2, side="right"))  # items above half start here
+    half = int(
+        np.searchsorted(ascending, capacity // 2, side="right")
+    )  # items above half start here
     thresholds = np.concatenate([[0], np.unique(ascending[:half])])
-    alone_start = np.maximum(np.searchsorted(ascending, capacity - thresholds, side="right"), half)
+    alone_start = np.maximum(
+        np.searchsorted(ascending, capacity - thresholds, side="right"), half
+    )
     large = alone_start - half
     large_sum = total_before[alone_start] - total_before[half]
     small_start = np.searchsorted(ascending, thresholds, side="left")
@@ -47,7 +51,10 @@ def mean_bound(weights: Floats, k: int) -> float:
     descending.
     """
     mean = float(weights.sum()) / k
-    return max(float(np.ceil(mean)) if (weights == np.floor(weights)).all() else mean, float(weights[0]))
+    return max(
+        float(np.ceil(mean)) if (weights == np.floor(weights)).all() else mean,
+        float(weights[0]),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,9 @@ def prolonged(forced: Floats, total: float, held: Floats, ranks: int) -> StepTim
     """Maximise forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks over j. held: float64 [forced +
     1].
     """
-    times = np.concatenate([[0.0], np.cumsum(forced)]) + np.maximum(total - held, 0.0) / ranks
+    times = (
+        np.concatenate([[0.0], np.cumsum(forced)]) + np.maximum(total - held, 0.0) / ranks
+    )
     long_steps = int(np.argmax(times))
     return StepTimeBound(float(times[long_steps]), long_steps)
 
@@ -122,11 +131,15 @@ def minimum_step_times(
         steps_of_them = np.maximum.accumulate(-(-crowded // ranks))
         forced = np.arange(1, min(steps, int(steps_of_them[-1])) + 1)
         first = np.maximum(np.searchsorted(steps_of_them, forced), over)
-        levels[: len(forced)] = np.maximum(levels[: len(forced)], sums[first + 1] - sums[first - over])
+        levels[: len(forced)] = np.maximum(
+            levels[: len(forced)], sums[first + 1] - sums[first - over]
+        )
     return levels[levels > 0]
 
 
-def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int) -> Floats:
+def most_workload(
+    sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int
+) -> Floats:
     """Return the most workload that fits in each number of micro-batches: fractional knapsack (Dantzig 1957).
 
     A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, the

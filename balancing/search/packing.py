@@ -15,12 +15,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from balancing.basics.alignment import round_up
 from balancing.basics.grouping import Caps, Floats, Grouping, Integers, listed
-from balancing.basics.validation import check_fits, one_of, positive_integer, sequence_lengths, weight_array
+from balancing.basics.validation import (
+    check_fits,
+    one_of,
+    positive_integer,
+    sequence_lengths,
+    weight_array,
+)
 from balancing.errors import CountError
 from balancing.search.exchange import MANY, even_out
 from balancing.search.filling import best_fit, fill_lightest
 from balancing.search.lower_bounds import fewest_bins
-from balancing.search.padded import Runs, equal_counts, pack_padded, split_most_tokens, take_in_order
+from balancing.search.padded import (
+    Runs,
+    equal_counts,
+    pack_padded,
+    split_most_tokens,
+    take_in_order,
+)
 
 Layout = Literal["packed", "padded"]
 PackAlgorithm = Literal["load_balance", "none"]
@@ -54,16 +66,27 @@ def pack(
     sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
     cap = positive_integer(max_tokens, "max_tokens")
     check_fits(tokens, sizes, cap)
-    sequences = len(tokens) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
+    sequences = (
+        len(tokens)
+        if max_sequences is None
+        else positive_integer(max_sequences, "max_sequences")
+    )
     caps = Caps(cap, sequences, layout == "padded")
-    count = CountRule(positive_integer(min_count, "min_count"), positive_integer(multiple_of, "multiple_of"))
-    weights = None if workloads is None else weight_array(workloads, "workloads", len(tokens))
+    count = CountRule(
+        positive_integer(min_count, "min_count"),
+        positive_integer(multiple_of, "multiple_of"),
+    )
+    weights = (
+        None if workloads is None else weight_array(workloads, "workloads", len(tokens))
+    )
     if algorithm == "none":
         return [np.arange(start, stop) for start, stop in pack_in_order(sizes, caps, count)]
     # Sorted first, so that the result does not depend on the given order.
     loads = sizes.astype(np.float64) if weights is None else weights
     order = np.lexsort((-sizes, -loads))
-    grouping = pack_evenly(sizes[order], None if weights is None else weights[order], caps, count)
+    grouping = pack_evenly(
+        sizes[order], None if weights is None else weights[order], caps, count
+    )
     grouping = heaviest_first(grouping, sizes[order], loads[order], order)
     return [np.sort(order[group]) for group in grouping.members()]
 
@@ -104,10 +127,14 @@ def keeps_caps(sizes: Integers, caps: Caps) -> bool:
     return bool(tokens <= caps.max_tokens and len(sizes) <= caps.max_sequences)
 
 
-def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: CountRule) -> Grouping:
+def pack_evenly(
+    sizes: Integers, weights: Floats | None, caps: Caps, count: CountRule
+) -> Grouping:
     """Form the fewest micro-batches, balanced by weight (by tokens if None), in no particular order."""
     if caps.padded:
-        return pack_padded(sizes, weights, caps.max_tokens, caps.max_sequences, count.at_least)
+        return pack_padded(
+            sizes, weights, caps.max_tokens, caps.max_sequences, count.at_least
+        )
     loads = sizes.astype(np.float64) if weights is None else weights
     lowest = count.at_least(fewest_micro_batches(sizes, caps), len(sizes))
     grouping = pack_into(sizes, loads, caps, lowest)
@@ -120,7 +147,11 @@ def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: Coun
 def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
     """Bound the number of micro-batches for `sizes`. The padded layout attains the bound."""
     if caps.padded:
-        return len(take_in_order(-np.sort(-sizes), caps.max_tokens, caps.max_sequences, padded=True))
+        return len(
+            take_in_order(
+                -np.sort(-sizes), caps.max_tokens, caps.max_sequences, padded=True
+            )
+        )
     return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
 
 
@@ -151,14 +182,18 @@ def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Groupin
     Many sequences do without exchanges, which cost most.
     """
     many = len(sizes) > MANY
-    for fill in (_by_load, _by_best_fit) if many else (_by_load, _by_exchanges, _by_best_fit):
+    for fill in (
+        (_by_load, _by_best_fit) if many else (_by_load, _by_exchanges, _by_best_fit)
+    ):
         grouping = fill(sizes, loads, caps, count)
         if grouping is not None:
             return grouping if many else even_out(grouping, loads, sizes, caps)
     return None
 
 
-def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers) -> Grouping:
+def heaviest_first(
+    grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers
+) -> Grouping:
     """Renumber by descending weight, ties by the sum of squared sizes, then by the least of `indices` (int64
     [n]).
     """
@@ -171,7 +206,10 @@ def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices
 
 def _by_load(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
     order = np.lexsort((-sizes, -loads))
-    return _complete(fill_lightest(order, sizes, loads, count, caps.max_tokens, caps.max_sequences), count)
+    return _complete(
+        fill_lightest(order, sizes, loads, count, caps.max_tokens, caps.max_sequences),
+        count,
+    )
 
 
 def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
@@ -179,7 +217,9 @@ def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grou
     return spread(tight, sizes, count) if tight.count <= count else None
 
 
-def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+def _by_exchanges(
+    sizes: Integers, loads: Floats, caps: Caps, count: int
+) -> Grouping | None:
     """Even out tokens without a cap until they keep it, which packs thirds of the cap three to a
     micro-batch.
     """
@@ -188,7 +228,9 @@ def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Gro
     start = _by_load(sizes, tokens, uncapped, count)
     if start is None:
         return None
-    grouping = even_out(start, tokens, sizes, uncapped, only_heaviest=True, target=float(caps.max_tokens))
+    grouping = even_out(
+        start, tokens, sizes, uncapped, only_heaviest=True, target=float(caps.max_tokens)
+    )
     return grouping if grouping.sums(sizes).max() <= caps.max_tokens else None
 
 

@@ -29,13 +29,20 @@ def take_in_order(
     weights: float64 [n] or None. Several sequences in a run sum to at most `max_weight`.
     """
     loads = np.zeros(len(sizes)) if weights is None else weights
-    starts = run_starts(sizes, loads, max_tokens, max_sequences, padded, max_weight).tolist()
+    starts = run_starts(
+        sizes, loads, max_tokens, max_sequences, padded, max_weight
+    ).tolist()
     return list(pairwise([*starts, len(sizes)]))
 
 
 @compiled
 def run_starts(
-    sizes: Integers, loads: Floats, max_tokens: int, max_sequences: int, padded: bool, max_load: float
+    sizes: Integers,
+    loads: Floats,
+    max_tokens: int,
+    max_sequences: int,
+    padded: bool,
+    max_load: float,
 ) -> Integers:
     starts = np.zeros(len(sizes), np.int64)
     count, total, widest, load = 1, 0, 0, 0.0
@@ -43,7 +50,11 @@ def run_starts(
         size = sizes[position]
         rows = position - starts[count - 1] + 1
         tokens = rows * max(widest, size) if padded else total + size
-        if tokens > max_tokens or rows > max_sequences or (rows > 1 and load + loads[position] > max_load):
+        if (
+            tokens > max_tokens
+            or rows > max_sequences
+            or (rows > 1 and load + loads[position] > max_load)
+        ):
             starts[count] = position
             count = count + 1
             total = 0
@@ -67,7 +78,11 @@ def split_most_tokens(runs: Runs, sizes: Integers, count: int, *, padded: bool) 
 
     def entry(start: int, stop: int) -> tuple[int, int, int]:
         inside = sizes[start:stop]
-        tokens = 0 if len(inside) < 2 else int(len(inside) * inside.max() if padded else inside.sum())
+        tokens = (
+            0
+            if len(inside) < 2
+            else int(len(inside) * inside.max() if padded else inside.sum())
+        )
         return -tokens, start, stop
 
     heap = [entry(start, stop) for start, stop in runs]
@@ -101,12 +116,16 @@ def pack_padded(
     if weights is None:
         runs = _lowest_token_limit(descending, max_tokens, max_sequences, count)
     else:
-        runs = _lowest_weight_limit(descending, weights[order], max_tokens, max_sequences, count)
+        runs = _lowest_weight_limit(
+            descending, weights[order], max_tokens, max_sequences, count
+        )
     runs = split_most_tokens(runs, descending, count, padded=True)
     return Grouping.of([order[start:stop] for start, stop in runs], len(sizes))
 
 
-def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: int, count: int) -> Runs:
+def _lowest_token_limit(
+    descending: Integers, max_tokens: int, max_sequences: int, count: int
+) -> Runs:
     low = int(descending[0])
     high = max_tokens
     while low < high:
@@ -123,7 +142,12 @@ def _lowest_weight_limit(
 ) -> Runs:
     def runs_within(limit: float) -> Runs:
         return take_in_order(
-            descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit
+            descending,
+            max_tokens,
+            max_sequences,
+            padded=True,
+            weights=weights,
+            max_weight=limit,
         )
 
     low = 0.0

@@ -59,7 +59,9 @@ def partition(
         raise CountError(
             f"k={sets} is more than the {checked.size} weights. Lower k or set allow_empty=True."
         )
-    order = _heaviest_first(checked)  # except for ties, the given order then does not matter
+    order = _heaviest_first(
+        checked
+    )  # except for ties, the given order then does not matter
     set_of = np.empty(checked.size, np.int64)
     set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
     return Grouping(set_of, sets).members()
@@ -116,7 +118,8 @@ def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
     best = start
     lowest = np.inf
     for set_of in sorted(
-        (start, longest_first(weights, k, equal_size)), key=lambda sets: _heaviest(weights, sets)
+        (start, longest_first(weights, k, equal_size)),
+        key=lambda sets: _heaviest(weights, sets),
     ):
         evened = _exchanged(weights, set_of, k, equal_size, level)
         if _heaviest(weights, evened) < lowest:
@@ -127,7 +130,9 @@ def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
     return best
 
 
-def _exchanged(weights: Floats, set_of: Integers, k: int, equal_size: bool, level: float) -> Integers:
+def _exchanged(
+    weights: Floats, set_of: Integers, k: int, equal_size: bool, level: float
+) -> Integers:
     count = len(weights)
     effort = min(MOST_EFFORT, EFFORT_EACH * len(weights))
     sizes = np.zeros(count, np.int64)
@@ -200,7 +205,11 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
             _join(row, joined, rows, filled, sums, last, following)
             free.append(joined)
         # With empty sets its difference does not change, so it would be taken again at once.
-        while filled[row] < k and single < count and (len(heap) == 0 or -heap[0][0] < weights[single]):
+        while (
+            filled[row] < k
+            and single < count
+            and (len(heap) == 0 or -heap[0][0] < weights[single])
+        ):
             _insert_weight(single, row, rows, filled, sums, last, following)
             single += 1
         lightest = sums[rows[row, k - 1]] if filled[row] == k else 0.0
@@ -211,7 +220,9 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
 
 
 @compiled
-def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> tuple[int, int]:
+def _take(
+    heap: list[tuple[float, int, int]], weights: Floats, single: int
+) -> tuple[int, int]:
     if len(heap) and (single == len(weights) or -heap[0][0] >= weights[single]):
         return heapq.heappop(heap)[2], single
     return -1, single + 1
@@ -219,7 +230,13 @@ def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> t
 
 @compiled
 def _insert_weight(
-    weight: int, row: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
+    weight: int,
+    row: int,
+    rows: Integers,
+    filled: Integers,
+    sums: Floats,
+    last: Integers,
+    following: Integers,
 ) -> None:
     end = filled[row]
     head = weight
@@ -247,7 +264,13 @@ def _insert_weight(
 
 @compiled
 def _join(
-    full: int, donor: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
+    full: int,
+    donor: int,
+    rows: Integers,
+    filled: Integers,
+    sums: Floats,
+    last: Integers,
+    following: Integers,
 ) -> None:
     for position in range(filled[donor]):
         heavy = rows[donor, position]
@@ -255,7 +278,9 @@ def _join(
         following[last[light]], last[light] = heavy, last[heavy]
         sums[light] += sums[heavy]
     heads = rows[full][np.argsort(-sums[rows[full]], kind="mergesort")]
-    for position in range(len(heads)):  # Numba takes seconds to compile the assignment of a whole row
+    for position in range(
+        len(heads)
+    ):  # Numba takes seconds to compile the assignment of a whole row
         rows[full, position] = heads[position]
 
 

@@ -64,7 +64,9 @@ def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
 def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
     chunks = np.array_split(np.arange(len(sizes)), request.ranks)
     needed = max(
-        len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk)
+        len(pack_in_order(sizes[chunk], request.caps, CountRule()))
+        for chunk in chunks
+        if len(chunk)
     )
     steps = checked_steps(needed, min(len(chunk) for chunk in chunks), len(sizes), request)
     columns = []
@@ -75,14 +77,20 @@ def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
     return side_by_side(columns, steps, len(sizes), "none")
 
 
-def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: int, start: Start) -> Schedule:
+def side_by_side(
+    columns: Sequence[Sequence[Integers]], steps: int, sequences: int, start: Start
+) -> Schedule:
     """Schedule each rank's micro-batches, at most `steps`, in the order given. No step is empty
     on all ranks.
     """
     group_of = np.empty(sequences, np.int64)
-    first = 0  # a rank with fewer micro-batches than steps starts where the one before it ended
+    first = (
+        0  # a rank with fewer micro-batches than steps starts where the one before it ended
+    )
     for rank, column in enumerate(columns):
-        for step, rows in zip(sorted((first + i) % steps for i in range(len(column))), column, strict=True):
+        for step, rows in zip(
+            sorted((first + i) % steps for i in range(len(column))), column, strict=True
+        ):
             group_of[rows] = step * len(columns) + rank
         first = (first + len(column)) % steps
     return Schedule(Grouping(group_of, steps * len(columns)), steps, start)
@@ -91,7 +99,8 @@ def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: i
 def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
     times = schedule.loads(weights).max(axis=1)
     return with_steps(
-        schedule, small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable")
+        schedule,
+        small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable"),
     )
 
 
@@ -99,7 +108,10 @@ def with_steps(schedule: Schedule, steps: Integers) -> Schedule:
     """Reorder: the i-th micro-step is number `steps[i]` of the given schedule."""
     ranks = schedule.grouping.count // schedule.steps
     numbers = np.argsort(steps)[:, None] * ranks + np.arange(ranks)
-    return replace(schedule, grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count))
+    return replace(
+        schedule,
+        grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count),
+    )
 
 
 def to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
@@ -113,7 +125,10 @@ def to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
         heaviest = np.argsort(-loads[step], kind="stable")
         numbers[step, heaviest] = step * ranks + receivers
         so_far[receivers] += loads[step, heaviest]
-    return replace(schedule, grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count))
+    return replace(
+        schedule,
+        grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count),
+    )
 
 
 GOOD_ENOUGH = 1e-3
@@ -124,12 +139,16 @@ MOST_LONG_TOGETHER = 4
 """At most so many long sequences share a micro-batch by intent."""
 
 
-def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
+def fill_long_steps_first(
+    sizes: Integers, weights: Floats, request: Request, dealt: Schedule
+) -> Schedule:
     """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt."""
     best = dealt
     lowest = dealt.time(weights)
     many = len(sizes) > MANY
-    if lowest <= float(weights.sum()) / request.ranks * (1 + (ENOUGH_OF_MANY if many else AT_THE_BOUND)):
+    if lowest <= float(weights.sum()) / request.ranks * (
+        1 + (ENOUGH_OF_MANY if many else AT_THE_BOUND)
+    ):
         return dealt
     enough = time_bound(sizes, weights, request, dealt.steps).time * (
         1 + (ENOUGH_OF_MANY if many else GOOD_ENOUGH)
@@ -138,7 +157,9 @@ def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, de
         if lowest <= enough:
             break
         filling = _Filling(sizes, weights, request, dealt.steps)
-        promising = all(move(filling) for move in moves) and filling.least_time() < lowest * (1 - LEAST_GAIN)
+        promising = all(
+            move(filling) for move in moves
+        ) and filling.least_time() < lowest * (1 - LEAST_GAIN)
         candidate = filling.rest_dealt() if promising else None
         if candidate is not None and candidate.time(weights) < lowest:
             best = candidate
@@ -146,7 +167,9 @@ def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, de
     return best
 
 
-def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -> StepTimeBound:
+def time_bound(
+    sizes: Integers, weights: Floats, request: Request, steps: int
+) -> StepTimeBound:
     return step_time_bound(
         sizes,
         weights,
@@ -162,7 +185,9 @@ class _Filling:
     without a place.
     """
 
-    def __init__(self, sizes: Integers, weights: Floats, request: Request, steps: int) -> None:
+    def __init__(
+        self, sizes: Integers, weights: Floats, request: Request, steps: int
+    ) -> None:
         self.left = np.arange(len(sizes))
         self.steps_left = steps
         self._sizes = sizes
@@ -182,7 +207,11 @@ class _Filling:
         """Fill steps while the longest sequence left is above the fair share. Return whether any
         was filled.
         """
-        while self.steps_left > 1 and len(self.left) and self._weights[self.left[0]] > self._fair_share():
+        while (
+            self.steps_left > 1
+            and len(self.left)
+            and self._weights[self.left[0]] > self._fair_share()
+        ):
             self._longest_with_others(1)
         return self.steps_left < self._steps
 
@@ -196,7 +225,12 @@ class _Filling:
         steps_before = self.steps_left
         while self.steps_left > 1 and len(self.left):
             row = next(
-                (row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None
+                (
+                    row
+                    for row in map(self._row, self._levels_of_several())
+                    if self._waits_little(row)
+                ),
+                None,
             )
             if row is None:
                 break
@@ -206,7 +240,9 @@ class _Filling:
     def bound_of_rest(self) -> StepTimeBound:
         if len(self.left) == 0:
             return StepTimeBound(0.0, 0)
-        return time_bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
+        return time_bound(
+            self._sizes[self.left], self._weights[self.left], self._request, self.steps_left
+        )
 
     def least_time(self) -> float:
         return self._time + self.bound_of_rest().time
@@ -228,7 +264,9 @@ class _Filling:
     def _longest_with_others(self, steps: int) -> bool:
         for _ in range(min(steps, self.steps_left - 1)):
             if len(self.left):
-                self._take(self._row(max(float(self._weights[self.left[0]]), self._fair_share())))
+                self._take(
+                    self._row(max(float(self._weights[self.left[0]]), self._fair_share()))
+                )
         return self.steps_left < self._steps
 
     def _rest(self) -> Integers | None:
@@ -240,11 +278,15 @@ class _Filling:
         return None if dealt is None else dealt.grouping.group_of
 
     def _fair_share(self) -> float:
-        return float(self._weights[self.left].sum()) / (self._request.ranks * self.steps_left)
+        return float(self._weights[self.left].sum()) / (
+            self._request.ranks * self.steps_left
+        )
 
     def _levels_of_several(self) -> list[float]:
         longest = self.left[0]
-        together = min(self._request.caps.max_tokens // int(self._sizes[longest]), MOST_LONG_TOGETHER)
+        together = min(
+            self._request.caps.max_tokens // int(self._sizes[longest]), MOST_LONG_TOGETHER
+        )
         levels = [float(self._weights[longest]) * count for count in range(together, 1, -1)]
         return [level for level in levels if level > self._fair_share()]
 
@@ -254,7 +296,14 @@ class _Filling:
         nowhere = np.full(len(self._sizes), -1, np.int64)
         ranks = self._request.ranks
         return fill_to_level(
-            self.left, self._sizes, self._weights, nowhere, ranks, limit, caps.max_tokens, caps.max_sequences
+            self.left,
+            self._sizes,
+            self._weights,
+            nowhere,
+            ranks,
+            limit,
+            caps.max_tokens,
+            caps.max_sequences,
         )
 
     def _loads(self, row: Integers) -> Floats:
@@ -267,7 +316,9 @@ class _Filling:
 
     def _take(self, row: Integers) -> None:
         mask = row >= 0
-        self._group_of[mask] = row[mask] + (self._steps - self.steps_left) * self._request.ranks
+        self._group_of[mask] = (
+            row[mask] + (self._steps - self.steps_left) * self._request.ranks
+        )
         self._time += float(self._loads(row).max())
         self.left = self.left[~mask[self.left]]
         self.steps_left -= 1

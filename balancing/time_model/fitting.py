@@ -58,27 +58,46 @@ def fit(
     crowds: list[float] = []
     for kind, processes, rows_of, names in KINDS:
         found_rows = [
-            (run.layout.crowded(processes(run.layout)), rows_of(run, machine, efficiency)) for run in runs
+            (run.layout.crowded(processes(run.layout)), rows_of(run, machine, efficiency))
+            for run in runs
         ]
-        rows = [(crowded, (x, y / machine.contention**crowded)) for crowded, (x, y) in found_rows if len(y)]
+        rows = [
+            (crowded, (x, y / machine.contention**crowded))
+            for crowded, (x, y) in found_rows
+            if len(y)
+        ]
         if rows:
             alone = [row for crowded, row in rows if not crowded]
             prior = [_value(name, machine, efficiency) for name in names]
             values, spread[kind] = _fitted(alone or [row for _, row in rows], prior)
-            crowds += [float(np.median(y / (x @ values))) for crowded, (x, y) in rows if crowded and alone]
+            crowds += [
+                float(np.median(y / (x @ values)))
+                for crowded, (x, y) in rows
+                if crowded and alone
+            ]
             parameters: dict[str, Any] = {
                 name: 1 / value if name in INVERSE else value
                 for name, value in zip(names, values, strict=True)
             }
-            shares = {name: value for name, value in parameters.items() if hasattr(efficiency, name)}
+            shares = {
+                name: value
+                for name, value in parameters.items()
+                if hasattr(efficiency, name)
+            }
             efficiency = replace(efficiency, **shares)
             machine = replace(
-                machine, **{name: value for name, value in parameters.items() if name not in shares}
+                machine,
+                **{name: value for name, value in parameters.items() if name not in shares},
             )
     if crowds:
-        machine = replace(machine, contention=max(1.0, machine.contention * float(np.mean(crowds))))
+        machine = replace(
+            machine, contention=max(1.0, machine.contention * float(np.mean(crowds)))
+        )
     if rest := [_rest(run, machine, efficiency) for run in runs if len(run.rest)]:
-        machine, spread["overheads"] = replace(machine, phase=float(np.mean(rest))), REST_SPREAD
+        machine, spread["overheads"] = (
+            replace(machine, phase=float(np.mean(rest))),
+            REST_SPREAD,
+        )
     return machine, replace(efficiency, spread=spread)
 
 
@@ -93,8 +112,12 @@ def _fitted(rows: Sequence[Rows], prior: Sequence[float]) -> tuple[list[float], 
     stated = np.maximum(np.asarray(prior, np.float64), 1e-12)
     relative = terms * stated / seconds[:, None] / np.sqrt(len(seconds))
     pull = np.sqrt(PRIOR / len(stated)) * np.eye(len(stated))
-    target = np.concatenate([np.full(len(seconds), 1 / np.sqrt(len(seconds))), np.diag(pull)])
-    values = stated * np.maximum(non_negative_least_squares(np.concatenate([relative, pull]), target), 0.01)
+    target = np.concatenate(
+        [np.full(len(seconds), 1 / np.sqrt(len(seconds))), np.diag(pull)]
+    )
+    values = stated * np.maximum(
+        non_negative_least_squares(np.concatenate([relative, pull]), target), 0.01
+    )
     error = float(np.sqrt(np.mean((terms @ values / seconds - 1) ** 2)))
     return values.tolist(), max(LEAST_SPREAD, error)
 
@@ -107,7 +130,9 @@ def _micro_steps(run: Measured, machine: Machine, efficiency: Efficiency) -> Row
         reductions = 1.0 - layout.defer_gradient_reduction
         sent, waits = sharding_seconds(run.shape, layout, machine, gathers, reductions)
         seconds = np.maximum(seconds / 3, seconds - sent / efficiency.link - waits)
-    return np.stack(micro_step_terms(run.shape, layout, machine, tokens, squared), axis=1), seconds
+    return np.stack(
+        micro_step_terms(run.shape, layout, machine, tokens, squared), axis=1
+    ), seconds
 
 
 def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
@@ -118,14 +143,18 @@ def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Row
     for workload, _ in run.generations:
         slots = slots_of(run.shape, run.layout, workload)
         steps, running, tokens = batches(workload, run.layout.engines, slots)
-        weights, read, flops, _ = engine_step(run.shape, run.layout, machine, efficiency, running, tokens)
+        weights, read, flops, _ = engine_step(
+            run.shape, run.layout, machine, efficiency, running, tokens
+        )
         slow = flops > weights + read
         peak = machine.flops(run.layout.dtype) * run.layout.engines * run.layout.engine_tp
         moved = float(steps @ np.where(slow, 0.0, weights + read)) * efficiency.decode
         computed = float(steps @ np.where(slow, flops, 0.0)) * efficiency.prefill
         computed += prefill_flops(run.shape, workload, machine) / peak
         count = float(steps.sum())
-        rows.append([count, count * run.shape.layers, float(steps @ running), moved, computed])
+        rows.append(
+            [count, count * run.shape.layers, float(steps @ running), moved, computed]
+        )
     return np.array(rows), np.array([seconds for _, seconds in run.generations])
 
 
@@ -139,17 +168,34 @@ def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
     """Return seconds of a phase's start and end, without the optimiser."""
     workload = run.generations[0][0]
     optimizer = training(run.shape, run.layout, workload, machine, efficiency).optimizer
-    return max(0.001, float(np.median(run.rest)) - optimizer) / (3 + (workload.forward_passes > 0))
+    return max(0.001, float(np.median(run.rest)) - optimizer) / (
+        3 + (workload.forward_passes > 0)
+    )
 
 
 INVERSE = ("matmul", "attention", "elementwise", "decode", "prefill", "link", "host")
 """What seconds are in inverse proportion to."""
-Kind = tuple[str, Callable[[Layout], int], Callable[[Measured, Machine, Efficiency], Rows], tuple[str, ...]]
+Kind = tuple[
+    str,
+    Callable[[Layout], int],
+    Callable[[Measured, Machine, Efficiency], Rows],
+    tuple[str, ...],
+]
 OF_ENGINES = ("engine_step", "engine_layer", "engine_sequence", "decode", "prefill")
 OF_TRAINING = ("matmul", "attention", "elementwise", "kernel", "micro_batch")
 KINDS: tuple[Kind, ...] = (
-    ("generation", lambda layout: layout.engines * layout.engine_tp, _generations, OF_ENGINES),
-    ("overheads", lambda layout: 1, _transfers, ("transfer", "weight", "host", "latency", "link")),
+    (
+        "generation",
+        lambda layout: layout.engines * layout.engine_tp,
+        _generations,
+        OF_ENGINES,
+    ),
+    (
+        "overheads",
+        lambda layout: 1,
+        _transfers,
+        ("transfer", "weight", "host", "latency", "link"),
+    ),
     ("training", lambda layout: layout.ranks, _micro_steps, OF_TRAINING),
 )
 """Kinds of work, their processes, terms, and the fields of Machine and Efficiency that terms are multiplied

@@ -39,7 +39,12 @@ class Generation:
 
 
 def engine_step(
-    shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency, batch: Floats, tokens: Floats
+    shape: ModelShape,
+    layout: Layout,
+    machine: Machine,
+    efficiency: Efficiency,
+    batch: Floats,
+    tokens: Floats,
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Return seconds for weights, keys and values, FLOPs, and the host, of `batch` requests that read
     `tokens` tokens.
@@ -50,12 +55,23 @@ def engine_step(
     unused = np.maximum(0.0, 1 - shape.experts_active / shape.experts) ** batch
     weights = (shape.parameters - shape.expert_parameters * unused) * layout.bytes / rate
     read = batch * shape.kept(tokens / np.maximum(batch, 1)) * layout.bytes / rate
-    flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
-    host = machine.engine_step + machine.engine_layer * shape.layers + machine.engine_sequence * batch
+    flops = (
+        2
+        * shape.active
+        * batch
+        / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
+    )
+    host = (
+        machine.engine_step
+        + machine.engine_layer * shape.layers
+        + machine.engine_sequence * batch
+    )
     if layout.engine_tp > 1:
         bus = machine.bus(layout.engine_tp, layout.gpus_per_node) * efficiency.link
         waits = machine.latency * (0.5 if layout.engine_tp <= layout.gpus_per_node else 2.0)
-        host = host + shape.layers * (2 * waits + 4 * batch * shape.hidden * layout.bytes / bus)
+        host = host + shape.layers * (
+            2 * waits + 4 * batch * shape.hidden * layout.bytes / bus
+        )
     return weights, read, flops, host
 
 
@@ -71,14 +87,18 @@ def slots_of(shape: ModelShape, layout: Layout, workload: Workload) -> int:
     memory holds.
     """
     room = layout.engine_gib * 2**30 * layout.engine_tp - shape.parameters * layout.bytes
-    prompts = workload.prompts.mean() / (workload.samples_per_prompt if layout.shared_prompts else 1)
+    prompts = workload.prompts.mean() / (
+        workload.samples_per_prompt if layout.shared_prompts else 1
+    )
     kept = layout.bytes * shape.kept(half_way(workload) + prompts)
     held = room / kept if kept else layout.max_concurrent
     return int(min(layout.max_concurrent, max(1, held)))
 
 
 @lru_cache(maxsize=4096)
-def _starts(workload: Workload, engines: int, slots: int) -> tuple[Floats, Floats, Floats, float]:
+def _starts(
+    workload: Workload, engines: int, slots: int
+) -> tuple[Floats, Floats, Floats, float]:
     """Return prompts, starts and ends of one engine's requests, in engine steps, and how many each stands
     for.
 
@@ -119,7 +139,11 @@ def batches(workload: Workload, engines: int, slots: int) -> tuple[Floats, Float
 
 
 def generation(
-    shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
+    shape: ModelShape,
+    layout: Layout,
+    workload: Workload,
+    machine: Machine,
+    efficiency: Efficiency,
 ) -> Generation:
     """Predict a step's generation."""
     model = (shape, layout, machine, efficiency)
@@ -128,12 +152,16 @@ def generation(
     weights, read, flops, host = engine_step(*model, running, tokens)
     crowd = machine.contention ** layout.crowded(layout.engines * layout.engine_tp)
     decode = crowd * float(steps @ (np.maximum(weights + read, flops) + host))
-    rate = machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp
+    rate = (
+        machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp
+    )
     prefill = crowd * prefill_flops(shape, workload, machine) / rate
     # Engines that never drain run as many requests as the schedule keeps in flight.
     flight = min(slots, (layout.staleness + 1) * workload.samples / layout.engines)
     full = engine_step(
-        *model, np.array([flight]), np.array([flight * (workload.prompts.mean() + half_way(workload))])
+        *model,
+        np.array([flight]),
+        np.array([flight * (workload.prompts.mean() + half_way(workload))]),
     )
     step_seconds = crowd * float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
     steady = step_seconds * float(workload.responses.sum()) / layout.engines / flight

@@ -57,7 +57,9 @@ class ModelShape:
 
     def kept(self, tokens: float | Floats) -> Any:
         """Return the numbers that an engine keeps of a sequence of so many tokens."""
-        recent = sum(numbers * np.minimum(tokens, reach) for reach, numbers in self.kv_windows)
+        recent = sum(
+            numbers * np.minimum(tokens, reach) for reach, numbers in self.kv_windows
+        )
         return self.kv * tokens + recent + self.state
 
     @classmethod
@@ -69,7 +71,9 @@ class ModelShape:
         words = fields.integer("vocab_size")
         heads = fields.integer("num_attention_heads", default=1)
         weights = sum(layer.weights for layer in layers) + hidden * words
-        parameters = float(weights + (0 if fields.get("tie_word_embeddings") else hidden * words))
+        parameters = float(
+            weights + (0 if fields.get("tie_word_embeddings") else hidden * words)
+        )
         shape = cls(
             layers=len(layers),
             hidden=hidden,
@@ -148,7 +152,9 @@ class Layout:
     @property
     def gpus(self) -> int:
         """Return the GPUs that the run uses."""
-        return self.ranks + (0 if self.placement == "colocated" else self.engines * self.engine_tp)
+        return self.ranks + (
+            0 if self.placement == "colocated" else self.engines * self.engine_tp
+        )
 
     @property
     def bytes(self) -> int:
@@ -191,8 +197,12 @@ class Workload:
     order: Integers = field(init=False)
 
     def __post_init__(self) -> None:
-        prompts = whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
-        responses = whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
+        prompts = whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(
+            np.float64
+        )
+        responses = whole_numbers(
+            self.response_tokens, "response_tokens", minimum=1
+        ).astype(np.float64)
         counted = {
             "tokens": float((prompts + responses).sum()),
             "repeated_tokens": float(prompts[self._repeats(len(prompts))].sum()),
@@ -208,7 +218,9 @@ class Workload:
         """
         lengths = self.prompts + self.responses
         again = self.prompts[self._repeats(len(lengths))]
-        return float(attended_squares(lengths, windows).sum()), float(attended_squares(again, windows).sum())
+        return float(attended_squares(lengths, windows).sum()), float(
+            attended_squares(again, windows).sum()
+        )
 
     def _repeats(self, samples: int) -> Any:
         return np.arange(samples) % self.samples_per_prompt > 0

@@ -58,7 +58,8 @@ class Machine:
 
 TABLE = Path(__file__).parent / "machines.json"
 MACHINES = {
-    name: Machine(name, **fields) for name, fields in json.loads(TABLE.read_text(encoding="utf-8")).items()
+    name: Machine(name, **fields)
+    for name, fields in json.loads(TABLE.read_text(encoding="utf-8")).items()
 }
 """Machines by name. Each names the source of its figures."""
 
@@ -69,7 +70,9 @@ def machine_named(name: str, **fields: float) -> Machine:
     Raises OptionError for an unknown name.
     """
     if name not in MACHINES and name != "custom":
-        raise OptionError(f"gpu={name}: unknown. Use {', '.join(MACHINES)}, or custom with its figures.")
+        raise OptionError(
+            f"gpu={name}: unknown. Use {', '.join(MACHINES)}, or custom with its figures."
+        )
     return replace(MACHINES.get(name, MACHINES["H100"]), name=name, **fields)  # type: ignore[arg-type]
 
 

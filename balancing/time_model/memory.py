@@ -42,22 +42,33 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
     trained = shape.trained_share * needs.trained
     # Ranks of tensor parallelism gather a module with a state whole, and keep their shards of it.
     kept = held - shape.state_parameters * (1 - 1 / layout.tp) / layout.pp
-    resident = kept / sharded * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
+    resident = (
+        kept
+        / sharded
+        * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
+    )
     layers = shape.layers / layout.pp
     layer = max(0.0, held - 2 * words / layout.tp / layout.pp) / layers
     size = layout.bytes
     gathered = 2 * layer if layout.reshard_after_forward else held
-    passing = size * (gathered + 2.5 * words / layout.tp) + 8 * needs.chunk * shape.vocabulary / layout.tp
+    passing = (
+        size * (gathered + 2.5 * words / layout.tp)
+        + 8 * needs.chunk * shape.vocabulary / layout.tp
+    )
     whole_gradients = held if layout.defer_gradient_reduction else kept / sharded
     gradients = 4 * layer + 4 * whole_gradients * shape.trained_share
-    width = (shape.active - words) / shape.layers / shape.hidden  # of all products of a layer
+    width = (
+        (shape.active - words) / shape.layers / shape.hidden
+    )  # of all products of a layer
     token = layout.max_tokens * shape.hidden * size
     layer_activations = ACTIVATIONS * width * token / shape.hidden / layout.tp
     streams = STREAMS[layout.recomputed] * token
     streams = streams if layout.recomputed == 1 else streams / layout.tp
     # In a pipeline the first stage keeps as many micro-batches as there are stages.
     activations = (
-        shape.layers * streams + layer_activations if layout.recomputed else shape.layers * layer_activations
+        shape.layers * streams + layer_activations
+        if layout.recomputed
+        else shape.layers * layer_activations
     )
     return resident / GIB, (resident + passing + gradients + activations) / GIB
 
@@ -71,4 +82,7 @@ def engine_holds(shape: ModelShape, layout: Layout, needs: Needs) -> bool:
 def fullest_gib(shape: ModelShape, layout: Layout, needs: Needs) -> float:
     """Return GiB of the GPU that holds most, in an update or while engines generate."""
     kept, passing = training_gib(shape, layout, needs)
-    return max(passing, kept + layout.engine_gib if layout.placement == "colocated" else layout.engine_gib)
+    return max(
+        passing,
+        kept + layout.engine_gib if layout.placement == "colocated" else layout.engine_gib,
+    )

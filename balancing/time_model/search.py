@@ -50,10 +50,19 @@ def training_halves(base: Layout, ranks: int, experts: int) -> Iterator[Half]:
         for pp in powers(min(MOST_STAGES, ranks // tp)):
             for cp in powers(min(MOST_SHARING, ranks // tp // pp)):
                 dp, remainder = divmod(ranks, tp * pp * cp)
-                for replicate in sorted({1, nodes} if not remainder and dp % nodes == 0 else {1}):
+                for replicate in sorted(
+                    {1, nodes} if not remainder and dp % nodes == 0 else {1}
+                ):
                     for ep in powers(min(experts, dp // replicate * cp * tp)):
                         if not remainder and dp // replicate * cp * tp % ep == 0:
-                            half = {"dp": dp, "cp": cp, "tp": tp, "pp": pp, "ep": ep, "replicate": replicate}
+                            half = {
+                                "dp": dp,
+                                "cp": cp,
+                                "tp": tp,
+                                "pp": pp,
+                                "ep": ep,
+                                "replicate": replicate,
+                            }
                             yield half | {"compiled": base.compiled and tp == 1}
 
 
@@ -65,12 +74,19 @@ def engine_halves(base: Layout, shares: Mapping[str, float]) -> Iterator[tuple[i
     gpus = base.nodes * base.gpus_per_node
     node = base.gpus_per_node
     splits = range(node, gpus, node) if base.nodes > 1 else range(1, gpus)
-    placed = {"colocated": [(gpus, gpus)], "apart": [(ranks, gpus - ranks) for ranks in splits]}
+    placed = {
+        "colocated": [(gpus, gpus)],
+        "apart": [(ranks, gpus - ranks) for ranks in splits],
+    }
     for placement, share in shares.items():
         for ranks, engine_gpus in placed[placement]:
             for tp in powers(min(node, engine_gpus)):
                 for staleness in STALENESS if placement == "apart" else STALENESS[:1]:
-                    half = {"placement": placement, "staleness": staleness, "engine_gib": share}
+                    half = {
+                        "placement": placement,
+                        "staleness": staleness,
+                        "engine_gib": share,
+                    }
                     yield ranks, half | {"engines": engine_gpus // tp, "engine_tp": tp}
 
 
@@ -85,7 +101,9 @@ def best_layouts(
     duplicates.
     """
     trainers: dict[int, list[tuple[float, Layout]]] = {}
-    bounds: list[tuple[float, int, int]] = []  # (lower bound, engine half, place among its training halves)
+    bounds: list[
+        tuple[float, int, int]
+    ] = []  # (lower bound, engine half, place among its training halves)
     candidates: list[tuple[float, int, StepTime, Layout]] = []
     placed = list(engines)
     lowest = [_engine_bound(problem, replace(base, **half)) for _, half in placed]
@@ -115,11 +133,15 @@ def best_layouts(
             heappush(candidates, (step.seconds, evaluated, step, layout))
 
 
-def _by_seconds(problem: Problem, base: Layout, halves: Iterable[Half]) -> list[tuple[float, Layout]]:
+def _by_seconds(
+    problem: Problem, base: Layout, halves: Iterable[Half]
+) -> list[tuple[float, Layout]]:
     timed_layouts = []
     for half in halves:
         layout = replace(base, **half)
-        training_time = training(problem.shape, layout, problem.workload, problem.machine, problem.efficiency)
+        training_time = training(
+            problem.shape, layout, problem.workload, problem.machine, problem.efficiency
+        )
         timed_layouts.append(
             (
                 training_time.forward
@@ -134,7 +156,11 @@ def _by_seconds(problem: Problem, base: Layout, halves: Iterable[Half]) -> list[
 
 def _engine_bound(problem: Problem, layout: Layout) -> Callable[[float], float]:
     """Return the least seconds of a step from those of its training half."""
-    generation_time = generation(problem.shape, layout, problem.workload, problem.machine, problem.efficiency)
+    generation_time = generation(
+        problem.shape, layout, problem.workload, problem.machine, problem.efficiency
+    )
     if layout.staleness:
-        return lambda trained: max(trained, generation_time.prefill + generation_time.steady)
+        return lambda trained: max(
+            trained, generation_time.prefill + generation_time.steady
+        )
     return lambda trained: trained + generation_time.prefill + generation_time.decode

@@ -83,9 +83,12 @@ def step_time(
         "sleep_wake": machine.sleep if layout.placement == "colocated" else 0.0,
         "other": machine.phase * (3 + (workload.forward_passes > 0)),
     }
-    errors = {name: efficiency.spread[kind] for name, kind in (ENGINES | TRAINER | BOTH).items()}
+    errors = {
+        name: efficiency.spread[kind] for name, kind in (ENGINES | TRAINER | BOTH).items()
+    }
     phases = {
-        name: Interval(s, s * (1 - errors[name]), s * (1 + errors[name])) for name, s in seconds.items()
+        name: Interval(s, s * (1 - errors[name]), s * (1 + errors[name]))
+        for name, s in seconds.items()
     }
     steps = []
     for bound in range(3):  # expected, lowest, highest
@@ -122,15 +125,24 @@ def _scheduled(
     window = max(1.0, layout.window * (layout.staleness + 1) * groups) / groups
     flight = layout.staleness + 1 + max(0.0, window - 1)
     slowest = (engines * max(1.0, steady / engines) + trainer + both) / flight
-    bounds = {"update": trainer + both, "decode": steady + both, "the slowest group": slowest}
+    bounds = {
+        "update": trainer + both,
+        "decode": steady + both,
+        "the slowest group": slowest,
+    }
     if layout.placement == "shared_memory":  # engines and ranks share cores
         cores = layout.nodes * layout.gpus_per_node
-        bounds["cores"] = both + (steady * layout.engines * layout.engine_tp + trainer * layout.ranks) / cores
+        bounds["cores"] = (
+            both
+            + (steady * layout.engines * layout.engine_tp + trainer * layout.ranks) / cores
+        )
     limit = max(bounds, key=lambda name: bounds[name])
     return bounds[limit], limit
 
 
-def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency) -> float:
+def _transfer(
+    shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency
+) -> float:
     """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host
     memory.
     """

@@ -79,19 +79,33 @@ def shares(layout: Layout, workload: Workload, windows: tuple[Window, ...] = ())
     longest = workload.longest
     tokens = max(tokens / layout.dp, longest)
     squared = max(squared / layout.dp, longest_squared)
-    micro_batches = tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
-    return Shares(tokens / layout.cp, squared / layout.cp, max(1, ceil(micro_batches)) * workload.updates)
+    micro_batches = (
+        tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
+    )
+    return Shares(
+        tokens / layout.cp,
+        squared / layout.cp,
+        max(1, ceil(micro_batches)) * workload.updates,
+    )
 
 
 def training(
-    shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
+    shape: ModelShape,
+    layout: Layout,
+    workload: Workload,
+    machine: Machine,
+    efficiency: Efficiency,
 ) -> Training:
     """Predict all passes of a step on the busiest rank."""
     part = shares(layout, workload, shape.windows)
     count = part.micro_batches
     micro = max(1, part.micro_batches // workload.updates)
     terms = micro_step_terms(
-        shape, layout, machine, part.tokens * workload.epochs, part.squared * workload.epochs
+        shape,
+        layout,
+        machine,
+        part.tokens * workload.epochs,
+        part.squared * workload.epochs,
     )
     products = float(terms[0]) / efficiency.matmul
     attention = float(terms[1]) / efficiency.attention
@@ -116,17 +130,27 @@ def training(
     states = shape.parameters * shape.trained_share * layout.replicate / layout.ranks
     optimizer = workload.updates * states * OF_OPTIMIZER / memory
     exposed = _collectives(shape, layout, workload, machine, efficiency, part, computed)
-    bound = "collectives" if exposed > computed else max(device, key=lambda name: device[name])
+    bound = (
+        "collectives" if exposed > computed else max(device, key=lambda name: device[name])
+    )
     crowd = machine.contention ** layout.crowded(layout.ranks)
     models = workload.trained_models * crowd
     passes = workload.forward_passes * crowd
     return Training(
-        update * models, forward * passes, exposed * workload.trained_models, optimizer * models, bound
+        update * models,
+        forward * passes,
+        exposed * workload.trained_models,
+        optimizer * models,
+        bound,
     )
 
 
 def micro_step_terms(
-    shape: ModelShape, layout: Layout, machine: Machine, tokens: float | Floats, squared: float | Floats
+    shape: ModelShape,
+    layout: Layout,
+    machine: Machine,
+    tokens: float | Floats,
+    squared: float | Floats,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Return what a micro-step's seconds are linear in, for one rank's forward and backward pass.
 
@@ -137,8 +161,13 @@ def micro_step_terms(
     split = layout.tp * layout.pp
     peak = machine.flops(layout.dtype)
     of_products, of_attention = _passes(shape, layout)
-    units = ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden + OF_WORDS * shape.vocabulary
-    moved = units * layout.bytes / 2 * (1 + layout.recomputed / 3) / (1e9 * machine.bandwidth)
+    units = (
+        ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden
+        + OF_WORDS * shape.vocabulary
+    )
+    moved = (
+        units * layout.bytes / 2 * (1 + layout.recomputed / 3) / (1e9 * machine.bandwidth)
+    )
     kernels = KERNELS[layout.compiled] * shape.layers / layout.pp
     return (
         tokens * (of_products * 2 * shape.active / (peak * split)),
@@ -179,15 +208,28 @@ def _collectives(
     if layout.replicate > 1:
         across = machine.bus(layout.ranks, layout.gpus_per_node) * efficiency.link
         seconds += workload.updates * 2 * 4 * held * shape.trained_share / sharded / across
-    sent = part.tokens * workload.epochs * shape.hidden * layout.bytes * shape.layers / layout.pp
+    sent = (
+        part.tokens
+        * workload.epochs
+        * shape.hidden
+        * layout.bytes
+        * shape.layers
+        / layout.pp
+    )
     passes = 2 + layout.recomputed
     if layout.tp > 1:  # two all-reduces of a layer in each direction
         seconds += passes * 2 * 2 * sent * (1 - 1 / layout.tp) / near
     if layout.cp > 1:  # all-to-all of queries and outputs, keys and values
         bus = machine.bus(layout.cp * layout.tp, layout.gpus_per_node) * efficiency.link
-        seconds += passes * (2 + 2 * shape.kv_share) * sent / layout.tp * (1 - 1 / layout.cp) / bus
+        seconds += (
+            passes * (2 + 2 * shape.kv_share) * sent / layout.tp * (1 - 1 / layout.cp) / bus
+        )
     if layout.ep > 1:  # tokens to their experts and back
-        across = machine.network if layout.ep * layout.tp > layout.gpus_per_node else machine.link
+        across = (
+            machine.network
+            if layout.ep * layout.tp > layout.gpus_per_node
+            else machine.link
+        )
         copies = shape.experts_active * (1 - 1 / layout.ep)
         seconds += passes * 2 * sent * copies / (1e9 * across * efficiency.link)
     overlap = efficiency.overlap * computed if machine.launches_ahead else 0.0

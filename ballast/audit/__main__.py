@@ -50,7 +50,11 @@ def _parser() -> OneLineParser:
         description="Check a recorded step of any trainer, or compare two runs. See docs/audit.md.",
     )
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="a bundle, a folder of bundles, or runs/NAME"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="a bundle, a folder of bundles, or runs/NAME",
     )
     parser.add_argument("--step", type=int, metavar="N", help="this step alone (all)")
     parser.add_argument(
@@ -70,7 +74,9 @@ def _select(path: Path, steps: list[Source], number: int | None) -> list[Source]
     chosen = [step for step in steps if step.number == number]
     if not chosen:
         numbers = ", ".join(str(step.number) for step in steps[:10])
-        raise DataError(f"--step={number}: {path} has no such step. Recorded are {numbers}.")
+        raise DataError(
+            f"--step={number}: {path} has no such step. Recorded are {numbers}."
+        )
     return chosen
 
 
@@ -85,20 +91,28 @@ def _check(steps: Sequence[Source], models: Sequence[str], *, as_json: bool) -> 
         if models:
             from transformers.utils import logging
 
-            from ballast.audit.model_checks import check_with_models  # torch and transformers
+            from ballast.audit.model_checks import (
+                check_with_models,
+            )  # torch and transformers
 
             logging.disable_progress_bar()
             findings += check_with_models(bundle, models)
         summaries.append(summarise(bundle))
         is_wrong |= has_failed(findings)
         if as_json:
-            records.append(_record(step.label, bundle, [finding.record for finding in findings]))
+            records.append(
+                _record(step.label, bundle, [finding.record for finding in findings])
+            )
         else:
             print_step(console, step.label, bundle, findings)
     of_run = check_run(summaries)
     is_wrong |= has_failed(of_run)
     if as_json:
-        record = {"steps": records, "run": [finding.record for finding in of_run], "wrong": is_wrong}
+        record = {
+            "steps": records,
+            "run": [finding.record for finding in of_run],
+            "wrong": is_wrong,
+        }
         print(json.dumps(record, indent=1, allow_nan=False))
     elif of_run:
         print_findings(console, f"all {len(steps)} steps", of_run)
@@ -138,7 +152,9 @@ def _loaders(steps: Sequence[Source]) -> dict[int, Source]:
 
 def _console() -> Console:
     width = None if sys.stdout.isatty() else WIDTH
-    return Console(file=sys.stdout, highlight=False, markup=False, width=width, force_jupyter=False)
+    return Console(
+        file=sys.stdout, highlight=False, markup=False, width=width, force_jupyter=False
+    )
 
 
 if __name__ == "__main__":

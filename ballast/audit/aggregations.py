@@ -51,7 +51,9 @@ def read_batch(bundle: Bundle) -> Batch:
         lengths=bundle.lengths,
         mini_batches=np.where(trained, mini_batches, -1),
         micro_batches=bundle.rows.get("micro_batch"),
-        responses=bundle.lengths - bundle.rows["prompt_length"] if bundle.has("prompt_length") else None,
+        responses=bundle.lengths - bundle.rows["prompt_length"]
+        if bundle.has("prompt_length")
+        else None,
         groups=bundle.rows.get("group"),
         constant_length=float(bundle.facts.algorithm.constant_length or 0),
     )
@@ -93,7 +95,11 @@ def named(batch: Batch, aggregation: str) -> Denominator:
     cause = f"aggregation:{aggregation}"
     match aggregation:
         case "token_mean":
-            return Denominator(cause, text, lambda sums, counts, rows: sums[rows].sum() / counts[rows].sum())
+            return Denominator(
+                cause,
+                text,
+                lambda sums, counts, rows: sums[rows].sum() / counts[rows].sum(),
+            )
         case "sequence_mean_token_mean":
             return Denominator(cause, text, _mean_of_row_means)
         case "sequence_mean_token_sum":
@@ -103,7 +109,9 @@ def named(batch: Batch, aggregation: str) -> Denominator:
             if not length:
                 raise MissingError("algorithm.constant_length")
             return Denominator(
-                cause, text, lambda sums, counts, rows: _mean_of_rows(sums, counts, rows) / length
+                cause,
+                text,
+                lambda sums, counts, rows: _mean_of_rows(sums, counts, rows) / length,
             )
         case _:
             raise MissingError(f"a formula for algorithm.aggregation={aggregation}")
@@ -124,11 +132,19 @@ def other_denominators(batch: Batch, aggregation: str) -> Iterator[Denominator]:
     if batch.micro_batches is not None:
         micro_batches = batch.micro_batches
 
-        def mean_of_micro_batches(sums: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> float:
+        def mean_of_micro_batches(
+            sums: np.ndarray, counts: np.ndarray, rows: np.ndarray
+        ) -> float:
             numbers = np.unique(micro_batches[rows])
             members = [rows[micro_batches[rows] == number] for number in numbers]
             return float(
-                np.mean([usual.function(sums, counts, part) for part in members if counts[part].sum()])
+                np.mean(
+                    [
+                        usual.function(sums, counts, part)
+                        for part in members
+                        if counts[part].sum()
+                    ]
+                )
             )
 
         text = f"the mean over micro-batches of their {aggregation}, not the {aggregation} of the mini-batch"
@@ -138,7 +154,9 @@ def other_denominators(batch: Batch, aggregation: str) -> Iterator[Denominator]:
     else:
         yield from _row_denominators(batch, usual)
     for name in AGGREGATIONS:
-        if name != aggregation and (name != "sequence_mean_token_sum_norm" or batch.constant_length):
+        if name != aggregation and (
+            name != "sequence_mean_token_sum_norm" or batch.constant_length
+        ):
             yield named(batch, name)
     yield Denominator("not_divided", "the sum over tokens, divided by nothing", _sum)
 
@@ -148,7 +166,9 @@ def _sum(sums: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> float:
 
 
 def _divided(cause: str, text: str, divisor: Callable[[np.ndarray], float]) -> Denominator:
-    return Denominator(cause, text, lambda sums, counts, rows: float(sums[rows].sum() / divisor(rows)))
+    return Denominator(
+        cause, text, lambda sums, counts, rows: float(sums[rows].sum() / divisor(rows))
+    )
 
 
 def _token_denominators(batch: Batch) -> Iterator[Denominator]:
@@ -165,7 +185,9 @@ def _token_denominators(batch: Batch) -> Iterator[Denominator]:
     if batch.responses is not None:
         responses = batch.responses
         text = "divided by the longest response times the rows, padding counted"
-        yield _divided("padding_counted", text, lambda rows: len(rows) * responses[rows].max())
+        yield _divided(
+            "padding_counted", text, lambda rows: len(rows) * responses[rows].max()
+        )
         text = "divided by all tokens of responses, masked ones counted"
         yield _divided("masked_tokens_counted", text, lambda rows: responses[rows].sum())
     text = "divided by the longest row times the rows, padding counted"
@@ -176,9 +198,15 @@ def _row_denominators(batch: Batch, usual: Denominator) -> Iterator[Denominator]
     trained = batch.mini_batches >= 0
     share = 1 / max(batch.number, 1)
 
-    def scaled(cause: str, text: str, divisor: Callable[[np.ndarray], float]) -> Denominator:
+    def scaled(
+        cause: str, text: str, divisor: Callable[[np.ndarray], float]
+    ) -> Denominator:
         def function(sums: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> float:
-            return usual.function(sums, counts, rows) * np.count_nonzero(counts[rows]) / divisor(rows)
+            return (
+                usual.function(sums, counts, rows)
+                * np.count_nonzero(counts[rows])
+                / divisor(rows)
+            )
 
         return Denominator(cause, text, function)
 

@@ -68,9 +68,21 @@ def read_recorded_step(path: Path, step: int) -> Bundle:
                 facts = _with_mini_batches(facts, arrays, config)
         else:
             facts = _without(facts, "new_logprobs", NO_LOG_PROBS)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read: {clause(error)}. Record the samples again.") from None
-    reason = _why_loss_is_unknown(config, replayed, has_branches="prompt_length" not in rows)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        BadZipFile,
+        zlib.error,
+    ) as error:
+        raise DataError(
+            f"{file}: cannot be read: {clause(error)}. Record the samples again."
+        ) from None
+    reason = _why_loss_is_unknown(
+        config, replayed, has_branches="prompt_length" not in rows
+    )
     if reason:
         facts = replace(_without(facts, "loss", reason), loss=(), metrics={})
     if replayed:
@@ -85,7 +97,11 @@ def _read_columns(
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return offsets, token columns and row columns of the rows to train on."""
     uids = arrays["columns.uid"]
-    counts = arrays["columns.branches"] if "columns.branches" in arrays else np.zeros(len(uids), np.int64)
+    counts = (
+        arrays["columns.branches"]
+        if "columns.branches" in arrays
+        else np.zeros(len(uids), np.int64)
+    )
     stored, sample = _training_rows(counts)
     offsets = arrays["tokens.offsets"]
     lengths = np.diff(offsets)[stored]
@@ -146,7 +162,9 @@ def _add_update(
             tokens[column][places] = arrays[name][: len(places)]
     if "advantages" in arrays:
         tokens["advantages"] = np.zeros(offsets[-1], np.float32)
-        tokens["advantages"][places] = np.repeat(arrays["advantages"][:count], lengths[:count])
+        tokens["advantages"][places] = np.repeat(
+            arrays["advantages"][:count], lengths[:count]
+        )
     return len(lengths) - count
 
 
@@ -160,7 +178,9 @@ def _add_log_probs(
     tokens.setdefault("old_logprobs", new)
 
 
-def _with_mini_batches(facts: Facts, arrays: Mapping[str, np.ndarray], config: Config) -> Facts:
+def _with_mini_batches(
+    facts: Facts, arrays: Mapping[str, np.ndarray], config: Config
+) -> Facts:
     """Add numbers of the mini-batches. With several epochs, these of the first replace the step's."""
     metrics = dict(facts.metrics)
     if config.batch.epochs > 1:

@@ -216,7 +216,9 @@ class Bundle:
         """Return the rows from `start` to `end`, without a copy."""
         first_token = self.offsets[start]
         last_token = self.offsets[end]
-        tokens = {name: column[first_token:last_token] for name, column in self.tokens.items()}
+        tokens = {
+            name: column[first_token:last_token] for name, column in self.tokens.items()
+        }
         rows = {name: column[start:end] for name, column in self.rows.items()}
         offsets = self.offsets[start : end + 1] - first_token
         return Bundle(self.facts, offsets, tokens, rows, self.path)
@@ -234,9 +236,13 @@ class Bundle:
 
 def check_offsets(place: str, offsets: np.ndarray) -> None:
     if not len(offsets) or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
-        raise DataError(f"{place}: {OFFSETS} must begin with 0 and never fall. Write rows + 1 numbers.")
+        raise DataError(
+            f"{place}: {OFFSETS} must begin with 0 and never fall. Write rows + 1 numbers."
+        )
     if offsets[-1] > MOST_TOKENS:
-        raise DataError(f"{place}: {OFFSETS} end at {offsets[-1]}, above {MOST_TOKENS}. Split the step.")
+        raise DataError(
+            f"{place}: {OFFSETS} end at {offsets[-1]}, above {MOST_TOKENS}. Split the step."
+        )
 
 
 def check_columns(place: str, bundle: Bundle) -> None:
@@ -248,16 +254,30 @@ def check_columns(place: str, bundle: Bundle) -> None:
                 f"{place}: it has no {name}. Every bundle needs {' and '.join(REQUIRED_COLUMNS)}."
             )
     types = TOKEN_COLUMNS | ROW_COLUMNS
-    sizes = ((bundle.tokens, bundle.token_count, "tokens"), (bundle.rows, bundle.row_count, "rows"))
+    sizes = (
+        (bundle.tokens, bundle.token_count, "tokens"),
+        (bundle.rows, bundle.row_count, "rows"),
+    )
     for columns, count, unit in sizes:
         for name, column in columns.items():
             if column.shape != (count,):
                 shape = "x".join(map(str, column.shape))
-                raise DataError(f"{place}: {name} has {shape} values for {count} {unit}. Write one for each.")
-            if np.issubdtype(types.get(name, np.float64), np.integer) and column.dtype.kind not in "iub":
-                raise DataError(f"{place}: {name} has the type {column.dtype}. Write whole numbers.")
+                raise DataError(
+                    f"{place}: {name} has {shape} values for {count} {unit}. Write one for each."
+                )
+            if (
+                np.issubdtype(types.get(name, np.float64), np.integer)
+                and column.dtype.kind not in "iub"
+            ):
+                raise DataError(
+                    f"{place}: {name} has the type {column.dtype}. Write whole numbers."
+                )
             if column.dtype.kind not in "iubf":
-                raise DataError(f"{place}: {name} has the type {column.dtype}. Write numbers.")
+                raise DataError(
+                    f"{place}: {name} has the type {column.dtype}. Write numbers."
+                )
     for name in bundle.facts.missing:
         if bundle.has(name):
-            raise DataError(f"{place}: {name} is there, but {FACTS_FILE} calls it missing. Leave one out.")
+            raise DataError(
+                f"{place}: {name} is there, but {FACTS_FILE} calls it missing. Leave one out."
+            )

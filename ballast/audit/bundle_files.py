@@ -80,7 +80,9 @@ def write_bundle(folder: str | Path, bundle: Bundle) -> Path:
         unfinished.replace(facts_file)
     except (OSError, SafetensorError) as error:
         reason = clause(error)
-        raise OutputError(f"{folder}: could not be written: {reason}. Name another folder.") from None
+        raise OutputError(
+            f"{folder}: could not be written: {reason}. Name another folder."
+        ) from None
     return folder
 
 
@@ -132,7 +134,9 @@ def read_bundle(folder: str | Path) -> Bundle:
     arrays = _map_columns(folder / TOKENS_FILE)
     place = f"{folder / TOKENS_FILE}"
     if OFFSETS not in arrays:
-        raise DataError(f"{place}: it has no {OFFSETS}. Write rows + 1 numbers, from 0 to the tokens.")
+        raise DataError(
+            f"{place}: it has no {OFFSETS}. Write rows + 1 numbers, from 0 to the tokens."
+        )
     offsets = arrays.pop(OFFSETS).astype(np.int64)
     check_offsets(place, offsets)
     tokens, rows = _sort_columns(place, arrays, offsets)
@@ -155,7 +159,9 @@ def read_step_number(folder: Path) -> int:
 def _read_facts(path: Path) -> tuple[Facts, dict[str, Any]]:
     record = _read_json(path)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise DataError(f'{path}: it does not say "format": "{FORMAT}". Name a bundle, see docs/audit.md.')
+        raise DataError(
+            f'{path}: it does not say "format": "{FORMAT}". Name a bundle, see docs/audit.md.'
+        )
     version = record.get("version")
     if version != VERSION or isinstance(version, bool):
         raise DataError(
@@ -163,7 +169,9 @@ def _read_facts(path: Path) -> tuple[Facts, dict[str, Any]]:
             "Write it again, or audit it with the Ballast that wrote it."
         )
     reader = _FactsReader(path, record)
-    counts = {name: reader.whole(record, name) for name in ("rows", "tokens") if name in record}
+    counts = {
+        name: reader.whole(record, name) for name in ("rows", "tokens") if name in record
+    }
     return reader.facts(), counts
 
 
@@ -172,10 +180,14 @@ def _read_json(path: Path) -> Any:
         raise DataError(f"{path}: there is no such file. Name the folder of a bundle.")
     try:
         if path.stat().st_size > LARGEST_FACTS:
-            raise DataError(f"{path}: larger than {LARGEST_FACTS >> 20} MiB. Put columns into {TOKENS_FILE}.")
+            raise DataError(
+                f"{path}: larger than {LARGEST_FACTS >> 20} MiB. Put columns into {TOKENS_FILE}."
+            )
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: it is not JSON: {why_not_json(error)}. Write it again.") from None
+        raise DataError(
+            f"{path}: it is not JSON: {why_not_json(error)}. Write it again."
+        ) from None
     except OSError as error:
         raise DataError(f"{path}: it cannot be read: {clause(error)}.") from None
 
@@ -210,7 +222,9 @@ class _FactsReader:
             end_tokens=tuple(int(number) for number in end_tokens if math.isfinite(number)),
             precision=self.text(record, "precision"),
             writer=self.text(record, "writer"),
-            metrics={name: self.numbers(metrics, name) for name in METRICS if name in metrics},
+            metrics={
+                name: self.numbers(metrics, name) for name in METRICS if name in metrics
+            },
             missing={self.check_name(name): self.text(missing, name) for name in missing},
         )
 
@@ -230,7 +244,9 @@ class _FactsReader:
                 settings[name] = self.number(record, name)
         unknown = sorted(set(record) - {setting.name for setting in fields(Algorithm)})
         if unknown:
-            raise self.error(f"algorithm.{unknown[0]}", "is not a setting of the format", "Leave it out")
+            raise self.error(
+                f"algorithm.{unknown[0]}", "is not a setting of the format", "Leave it out"
+            )
         return Algorithm(**settings)
 
     def named(self, name: str) -> Named:
@@ -251,12 +267,17 @@ class _FactsReader:
             return ""
         if not isinstance(value, str) or len(value) > LONGEST_TEXT:
             raise self.error(
-                name, f"is {quote(value)}, not a text", f"Write at most {LONGEST_TEXT} characters"
+                name,
+                f"is {quote(value)}, not a text",
+                f"Write at most {LONGEST_TEXT} characters",
             )
         return value
 
     def optional(
-        self, record: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any], str], Any]
+        self,
+        record: Mapping[str, Any],
+        name: str,
+        read: Callable[[Mapping[str, Any], str], Any],
     ) -> Any:
         return None if record.get(name) is None else read(record, name)
 
@@ -281,11 +302,15 @@ class _FactsReader:
         if value is None:
             return ()
         values = value if isinstance(value, list) else [value]
-        return tuple(math.nan if item is None else self.number({name: item}, name) for item in values)
+        return tuple(
+            math.nan if item is None else self.number({name: item}, name) for item in values
+        )
 
     def check_name(self, name: str) -> str:
         if not re.fullmatch(r"[a-z][a-z0-9_.]{0,63}", name):
-            raise self.error("missing", f"names {quote(name)}", "Name columns and facts of the format")
+            raise self.error(
+                "missing", f"names {quote(name)}", "Name columns and facts of the format"
+            )
         return name
 
     def error(self, name: str, problem: str, advice: str) -> DataError:
@@ -295,7 +320,9 @@ class _FactsReader:
 def _map_columns(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a safetensors file, mapped into memory. Raises DataError."""
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file. A bundle has it next to {FACTS_FILE}.")
+        raise DataError(
+            f"{path}: there is no such file. A bundle has it next to {FACTS_FILE}."
+        )
     try:
         header_size = _header_size(path)
         with safe_open(path, framework="numpy"):
@@ -304,7 +331,10 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             file.seek(8)
             header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
-        return {name: _map_column(path, name, entry, 8 + header_size) for name, entry in header.items()}
+        return {
+            name: _map_column(path, name, entry, 8 + header_size)
+            for name, entry in header.items()
+        }
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: it is not a whole safetensors file: {clause(error)}. Write it again."
@@ -315,22 +345,34 @@ def _header_size(path: Path) -> int:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if size > LARGEST_HEADER:
-        raise DataError(f"{path}: its header has {size} bytes, above {LARGEST_HEADER}. Write it again.")
+        raise DataError(
+            f"{path}: its header has {size} bytes, above {LARGEST_HEADER}. Write it again."
+        )
     return size
 
 
-def _map_column(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> np.ndarray:
+def _map_column(
+    path: Path, name: str, entry: Mapping[str, Any], data_start: int
+) -> np.ndarray:
     column_type = entry["dtype"]
     shape = entry["shape"]
     if not NAME.fullmatch(name):
-        raise DataError(f"{path}: a column is named {quote(name)}. Use a-z, 0-9 and _, at most 64.")
+        raise DataError(
+            f"{path}: a column is named {quote(name)}. Use a-z, 0-9 and _, at most 64."
+        )
     if column_type not in NUMPY_TYPES:
         known = ", ".join(NUMPY_TYPES)
-        raise DataError(f"{path}: {name} has the type {quote(column_type)}. Write one of {known}.")
+        raise DataError(
+            f"{path}: {name} has the type {quote(column_type)}. Write one of {known}."
+        )
     if len(shape) != 1:
-        raise DataError(f"{path}: {name} has the shape {quote(shape)}. Write columns of one dimension.")
+        raise DataError(
+            f"{path}: {name} has the shape {quote(shape)}. Write columns of one dimension."
+        )
     if shape[0] > MOST_TOKENS:
-        raise DataError(f"{path}: {name} has {shape[0]} values, above {MOST_TOKENS}. Split the step.")
+        raise DataError(
+            f"{path}: {name} has {shape[0]} values, above {MOST_TOKENS}. Split the step."
+        )
     if not shape[0]:
         return np.empty(0, NUMPY_TYPES[column_type])
     start = data_start + entry["data_offsets"][0]
@@ -344,7 +386,9 @@ def _sort_columns(
     tokens = {}
     rows = {}
     for name, column in arrays.items():
-        is_token_column = name in TOKEN_COLUMNS or (name not in ROW_COLUMNS and len(column) == offsets[-1])
+        is_token_column = name in TOKEN_COLUMNS or (
+            name not in ROW_COLUMNS and len(column) == offsets[-1]
+        )
         if is_token_column:
             tokens[name] = column
         else:

@@ -13,7 +13,13 @@ from ballast.audit.bundle import Bundle
 from workers.errors import DataError
 
 STAGES: dict[str, tuple[str, ...]] = {
-    "samples": ("token_ids", "loss_mask", "weight_versions", "sampler_logprobs", "truncated"),
+    "samples": (
+        "token_ids",
+        "loss_mask",
+        "weight_versions",
+        "sampler_logprobs",
+        "truncated",
+    ),
     "rewards": ("rewards", "greedy_rewards"),
     "plans": ("trained", "mini_batch", "micro_batch"),
     "log_probs": ("old_logprobs", "reference_logprobs"),
@@ -121,7 +127,9 @@ def _compare_column(
     step: int, stage: str, column: str, first: Bundle, second: Bundle, order: np.ndarray
 ) -> list[Difference]:
     if column in first.rows and column in second.rows:
-        return _compare_rows(step, stage, column, first.rows[column], second.rows[column][order])
+        return _compare_rows(
+            step, stage, column, first.rows[column], second.rows[column][order]
+        )
     if column not in first.tokens or column not in second.tokens:
         return []
     return _compare_tokens(step, stage, column, first, second, order)
@@ -137,7 +145,15 @@ def _compare_rows(
     largest = _largest(values[unequal], others[unequal])
     return [
         Difference(
-            step, stage, column, row, -1, float(values[row]), float(others[row]), largest, len(unequal)
+            step,
+            stage,
+            column,
+            row,
+            -1,
+            float(values[row]),
+            float(others[row]),
+            largest,
+            len(unequal),
         )
     ]
 
@@ -150,11 +166,15 @@ def _compare_tokens(
     largest = 0.0
     count = 0
     prompts = (
-        first.rows["prompt_length"] if first.has("prompt_length") else np.zeros(first.row_count, np.int64)
+        first.rows["prompt_length"]
+        if first.has("prompt_length")
+        else np.zeros(first.row_count, np.int64)
     )
     for row in range(first.row_count):
         values = first.tokens[column][first.offsets[row] : first.offsets[row + 1]]
-        others = second.tokens[column][second.offsets[order[row]] : second.offsets[order[row] + 1]]
+        others = second.tokens[column][
+            second.offsets[order[row]] : second.offsets[order[row] + 1]
+        ]
         start = 0
         if column == "token_ids" and stage == "prompts":
             values = values[: prompts[row]]
@@ -162,7 +182,9 @@ def _compare_tokens(
         elif column == "token_ids":
             start = int(prompts[row])
         shared = min(len(values), len(others))
-        unequal = np.flatnonzero(_differ(values[start:shared], others[start:shared])) + start
+        unequal = (
+            np.flatnonzero(_differ(values[start:shared], others[start:shared])) + start
+        )
         longer = abs(len(values) - len(others))
         if not len(unequal) and not longer:
             continue
@@ -192,7 +214,9 @@ def _largest(values: np.ndarray, others: np.ndarray) -> float:
     return float(np.max(differences, initial=0.0))
 
 
-def _compare_fact(step: int, stage: str, name: str, first: Bundle, second: Bundle) -> list[Difference]:
+def _compare_fact(
+    step: int, stage: str, name: str, first: Bundle, second: Bundle
+) -> list[Difference]:
     values = np.array(getattr(first.facts, name))
     others = np.array(getattr(second.facts, name))
     if not len(values) or not len(others) or len(values) != len(others):
@@ -202,7 +226,11 @@ def _compare_fact(step: int, stage: str, name: str, first: Bundle, second: Bundl
         return []
     number = int(unequal[0])
     largest = _largest(values, others)
-    return [Difference(step, stage, name, -1, -1, values[number], others[number], largest, len(unequal))]
+    return [
+        Difference(
+            step, stage, name, -1, -1, values[number], others[number], largest, len(unequal)
+        )
+    ]
 
 
 class Step(Protocol):
@@ -237,4 +265,6 @@ def compare_runs(first: Mapping[int, Step], second: Mapping[int, Step]) -> Parti
         differences = compare_steps(first_bundle, second_bundle)
         if differences:
             break
-    return Parting(tuple(compared), differences, tuple(sorted(columns)), tuple(sorted(missing)))
+    return Parting(
+        tuple(compared), differences, tuple(sorted(columns)), tuple(sorted(missing))
+    )

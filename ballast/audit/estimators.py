@@ -58,7 +58,9 @@ def centred(samples: Samples) -> np.ndarray:
     return samples.rewards - group_mean(samples)
 
 
-def per_deviation(samples: Samples, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+def per_deviation(
+    samples: Samples, values: np.ndarray, deviation: np.ndarray
+) -> np.ndarray:
     """Divide by deviation + epsilon, 0 for 0 / 0."""
     divisor = deviation + samples.epsilon
     return np.divide(values, divisor, out=np.zeros(len(values)), where=divisor > 0)
@@ -75,7 +77,9 @@ def grpo_population_std(samples: Samples) -> np.ndarray:
 def grpo_batch_std(samples: Samples) -> np.ndarray:
     """Compare with the group, scale by the batch (TRL: scale_rewards=batch)."""
     deviation = np.std(samples.rewards, ddof=1) if len(samples.rewards) > 1 else 0.0
-    return per_deviation(samples, centred(samples), np.full(len(samples.rewards), deviation))
+    return per_deviation(
+        samples, centred(samples), np.full(len(samples.rewards), deviation)
+    )
 
 
 def rloo(samples: Samples) -> np.ndarray:
@@ -85,7 +89,9 @@ def rloo(samples: Samples) -> np.ndarray:
 
 def batch(samples: Samples, subtracted: int = 1) -> np.ndarray:
     values = samples.rewards - samples.rewards.mean()
-    deviation = np.std(samples.rewards, ddof=subtracted) if len(values) > subtracted else 0.0
+    deviation = (
+        np.std(samples.rewards, ddof=subtracted) if len(values) > subtracted else 0.0
+    )
     return per_deviation(samples, values, np.full(len(values), deviation))
 
 

@@ -45,7 +45,9 @@ class Finding:
         record = asdict(self) | {"verdict": self.verdict.value, "rows": list(self.rows)}
         for name in ("bound", "residual"):
             value = record[name]
-            record[name] = float(value) if value is not None and np.isfinite(value) else None
+            record[name] = (
+                float(value) if value is not None and np.isfinite(value) else None
+            )
         return record
 
 
@@ -67,7 +69,9 @@ def passed(name: str, checked: str, count: int, **details: Any) -> Finding:
     return Finding(name, Verdict.PASSED, checked, int(count), **details)
 
 
-def failed(name: str, checked: str, count: int, problem: Problem, **details: Any) -> Finding:
+def failed(
+    name: str, checked: str, count: int, problem: Problem, **details: Any
+) -> Finding:
     rows = np.empty(0, np.int64) if problem.rows is None else np.asarray(problem.rows)
     return Finding(
         name,

@@ -20,7 +20,9 @@ INDENT = 9
 WIDTH = 80
 
 
-def print_step(console: Console, label: str, bundle: Bundle, findings: Sequence[Finding]) -> None:
+def print_step(
+    console: Console, label: str, bundle: Bundle, findings: Sequence[Finding]
+) -> None:
     title = f"{label}: step {bundle.facts.step}, {bundle.row_count:,} rows, {bundle.token_count:,} tokens"
     if bundle.facts.writer:
         title += f", written by {bundle.facts.writer}"
@@ -65,7 +67,11 @@ def _print_unknown(console: Console, findings: Sequence[Finding]) -> None:
         if finding.verdict is Verdict.UNKNOWN:
             names.setdefault(finding.missing, []).append(finding.name)
     for missing, checks in names.items():
-        console.print(Text.assemble((f"{mark:<{INDENT}}", style), without_control(f"without {missing}")))
+        console.print(
+            Text.assemble(
+                (f"{mark:<{INDENT}}", style), without_control(f"without {missing}")
+            )
+        )
         _print_below(console, ", ".join(checks))
 
 
@@ -91,15 +97,23 @@ def _print_below(console: Console, text: str) -> None:
 
 def print_parting(console: Console, parting: Parting) -> None:
     """Print where two runs part, or that they do not."""
-    steps = f"{len(parting.compared)} steps ({parting.compared[0]} to {parting.compared[-1]})"
+    steps = (
+        f"{len(parting.compared)} steps ({parting.compared[0]} to {parting.compared[-1]})"
+    )
     if not parting.differences:
         console.print(Text(f"equal to the bit: {steps}", style="bold green"))
-        _print_below(console, f"compared: {', '.join(parting.columns)}, loss and gradient norm")
+        _print_below(
+            console, f"compared: {', '.join(parting.columns)}, loss and gradient norm"
+        )
     else:
         first = parting.differences[0]
-        console.print(Text(f"they part at step {first.step}, in {first.stage}", style="bold red"))
+        console.print(
+            Text(f"they part at step {first.step}, in {first.stage}", style="bold red")
+        )
         for difference in parting.differences:
-            console.print(Text.assemble((f"{difference.stage:<12}", "red"), _place(difference)))
+            console.print(
+                Text.assemble((f"{difference.stage:<12}", "red"), _place(difference))
+            )
     if parting.missing:
         console.print(f"only one has: {', '.join(parting.missing)}")
 

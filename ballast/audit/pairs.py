@@ -101,7 +101,9 @@ class PairSample:
         return _distance(self.x, self.y)
 
 
-def sample_pair(bundle: Bundle, first: str, second: str, selection: Selection) -> PairSample:
+def sample_pair(
+    bundle: Bundle, first: str, second: str, selection: Selection
+) -> PairSample:
     part = next(part for _, part in bundle.parts(TOKENS_OF_AN_EXPLANATION))
     places = selection(part)
     rows = np.searchsorted(part.offsets, places, side="right") - 1
@@ -129,7 +131,9 @@ class Explanation:
     residual: float
 
 
-def explain(bundle: Bundle, first: str, second: str, selection: Selection, bound: float) -> Problem | None:
+def explain(
+    bundle: Bundle, first: str, second: str, selection: Selection, bound: float
+) -> Problem | None:
     """Return what turns one column into the other, or None."""
     sample = sample_pair(bundle, first, second, selection)
     if not len(sample.places):
@@ -138,7 +142,9 @@ def explain(bundle: Bundle, first: str, second: str, selection: Selection, bound
         limit = min(2 * bound, EXPLAINED_SHARE * pair.difference)
         for explanation in _explanations(bundle, name, other, pair):
             if explanation.residual <= limit:
-                return Problem(explanation.cause, explanation.text, ADVICE.get(explanation.cause, ""))
+                return Problem(
+                    explanation.cause, explanation.text, ADVICE.get(explanation.cause, "")
+                )
     return None
 
 
@@ -161,7 +167,9 @@ ADVICE = {
 }
 
 
-def _explanations(bundle: Bundle, name: str, other: str, pair: PairSample) -> Iterator[Explanation]:
+def _explanations(
+    bundle: Bundle, name: str, other: str, pair: PairSample
+) -> Iterator[Explanation]:
     """Yield changes of `name` (x), the likely ones first."""
     x = pair.x
     y = pair.y
@@ -169,7 +177,9 @@ def _explanations(bundle: Bundle, name: str, other: str, pair: PairSample) -> It
         kind = "all_zero" if x[0] == 0 else "constant"
         yield Explanation(kind, f"{name} is {x[0]:g} at every token", 0.0)
         return
-    yield Explanation("sign_flipped", f"{name} has the sign of {other} flipped", _distance(-x, y))
+    yield Explanation(
+        "sign_flipped", f"{name} has the sign of {other} flipped", _distance(-x, y)
+    )
     scaled = _scaled(name, other, x, y)
     for base in (2, 10):
         residual = _distance(x * log(base), y)

@@ -79,7 +79,9 @@ def make_bundle(
         loss=_numbers("loss", loss),
         gradient_norm=_numbers("gradient_norm", gradient_norm),
         token_denominators=_numbers("denominators.tokens", denominators.get("tokens")),
-        sequence_denominators=_numbers("denominators.sequences", denominators.get("sequences")),
+        sequence_denominators=_numbers(
+            "denominators.sequences", denominators.get("sequences")
+        ),
         model=Named(**(model or {})),
         template=Named(**(template or {})),
         weight_version=weight_version,
@@ -99,21 +101,27 @@ def read_algorithm(settings: Mapping[str, Any]) -> Algorithm:
     known = [setting.name for setting in fields(Algorithm)]
     for name in settings:
         if name not in known:
-            raise DataError(f"algorithm.{name}: not a setting of a bundle. Known are {', '.join(known)}.")
+            raise DataError(
+                f"algorithm.{name}: not a setting of a bundle. Known are {', '.join(known)}."
+            )
     return replace(Algorithm(), **settings)
 
 
 def _row_column(name: str, values: Any, count: int) -> np.ndarray:
     column = _as_array(name, values, ROW_COLUMNS[name])
     if column.shape != (count,):
-        raise DataError(f"{name}: {len(column)} values for {count} rows. Give one for each row.")
+        raise DataError(
+            f"{name}: {len(column)} values for {count} rows. Give one for each row."
+        )
     return column
 
 
 def _token_column(name: str, values: Any, lengths: Sequence[int]) -> np.ndarray:
     column_type = TOKEN_COLUMNS[name]
     if len(values) != len(lengths):
-        raise DataError(f"{name}: {len(values)} rows, but token_ids has {len(lengths)}. Give one for each.")
+        raise DataError(
+            f"{name}: {len(values)} rows, but token_ids has {len(lengths)}. Give one for each."
+        )
     if name == "advantages" and all(np.ndim(value) == 0 for value in values):
         return np.repeat(_as_array(name, values, column_type), lengths)
     parts = [_as_array(name, row, column_type) for row in values]
@@ -138,4 +146,6 @@ def _as_array(name: str, values: Any, column_type: type) -> np.ndarray:
 def _numbers(name: str, value: Any) -> tuple[float, ...]:
     if value is None:
         return ()
-    return tuple(float(number) for number in np.atleast_1d(_as_array(name, value, np.float64)))
+    return tuple(
+        float(number) for number in np.atleast_1d(_as_array(name, value, np.float64))
+    )

@@ -37,7 +37,9 @@ def summarise(bundle: Bundle) -> StepSummary:
         newest = [_newest_version(part) for _, part in bundle.parts()]
         sampled_version = max(newest, default=-1)
     digests = frozenset(_row_digests(bundle)) if bundle.has("sampler_logprobs") else None
-    return StepSummary(bundle.facts.step, bundle.facts.weight_version, sampled_version, digests)
+    return StepSummary(
+        bundle.facts.step, bundle.facts.weight_version, sampled_version, digests
+    )
 
 
 def _newest_version(part: Bundle) -> int:
@@ -87,9 +89,12 @@ def check_weights(steps: Sequence[StepSummary]) -> Finding:
     if updates < FEWEST_UPDATES or sampled[-1] != sampled[0] or lag < FEWEST_UPDATES:
         return passed(name, checked, len(steps), **details)
     text = (
-        f"the trainer's version rises from {trainer[0]} to {trainer[-1]}, but all samples are of {sampled[0]}"
+        f"the trainer's version rises from {trainer[0]} to {trainer[-1]}, but all "
+        f"samples are of {sampled[0]}"
     )
-    problem = Problem("weights_never_arrive", text, "Look at what sends weights to the sampler.")
+    problem = Problem(
+        "weights_never_arrive", text, "Look at what sends weights to the sampler."
+    )
     return failed(name, checked, len(steps), problem, **details)
 
 
@@ -105,11 +110,21 @@ def check_new_samples(steps: Sequence[StepSummary]) -> Finding:
         largest = max(largest, share)
         if share > MOST_REPEATED:
             text = f"{share:.0%} of the rows of step {step.step} are those of step {previous.step}"
-            problem = Problem("step_repeated", text, "A batch was read twice, or was not replaced.")
-            return failed(
-                name, checked, len(steps), problem, unit="steps", bound=MOST_REPEATED, residual=share
+            problem = Problem(
+                "step_repeated", text, "A batch was read twice, or was not replaced."
             )
-    return passed(name, checked, len(steps), unit="steps", bound=MOST_REPEATED, residual=largest)
+            return failed(
+                name,
+                checked,
+                len(steps),
+                problem,
+                unit="steps",
+                bound=MOST_REPEATED,
+                residual=share,
+            )
+    return passed(
+        name, checked, len(steps), unit="steps", bound=MOST_REPEATED, residual=largest
+    )
 
 
 RUN_CHECKS = {"run.weights_arrive": check_weights, "run.new_samples": check_new_samples}

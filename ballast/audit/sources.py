@@ -27,7 +27,9 @@ class Source:
 def _bundles(path: Path) -> list[Source]:
     sources = []
     for folder in bundles_of(path):
-        sources.append(Source(str(folder), read_step_number(folder), partial(read_bundle, folder)))
+        sources.append(
+            Source(str(folder), read_step_number(folder), partial(read_bundle, folder))
+        )
     return sorted(sources, key=lambda source: source.number)
 
 
@@ -36,12 +38,19 @@ def _ballast_run(path: Path) -> list[Source]:
         return []
     steps = recorded_steps(path)
     if not steps:
-        raise DataError(f"{path}: this run has no recorded samples. Train it with run.record_samples=true.")
-    return [Source(str(path), step, partial(read_recorded_step, path, step)) for step in steps]
+        raise DataError(
+            f"{path}: this run has no recorded samples. Train it with run.record_samples=true."
+        )
+    return [
+        Source(str(path), step, partial(read_recorded_step, path, step)) for step in steps
+    ]
 
 
 def _dumps(path: Path) -> list[Source]:
-    return [Source(str(step), step_number(step), partial(read_dump, step)) for step in dump_steps(path)]
+    return [
+        Source(str(step), step_number(step), partial(read_dump, step))
+        for step in dump_steps(path)
+    ]
 
 
 READERS: list[Callable[[Path], list[Source]]] = [_bundles, _ballast_run, _dumps]
@@ -51,8 +60,12 @@ READERS: list[Callable[[Path], list[Source]]] = [_bundles, _ballast_run, _dumps]
 def steps_at(path: Path) -> list[Source]:
     """Raises DataError if there is nothing to audit."""
     if not path.exists():
-        raise DataError(f"{path}: there is no such file or folder. Name a bundle, or the folder of a run.")
+        raise DataError(
+            f"{path}: there is no such file or folder. Name a bundle, or the folder of a run."
+        )
     for read in READERS:
         if steps := read(path):
             return steps
-    raise DataError(f"{path}: neither a bundle nor a recorded run. docs/audit.md names what can be read.")
+    raise DataError(
+        f"{path}: neither a bundle nor a recorded run. docs/audit.md names what can be read."
+    )

@@ -56,7 +56,9 @@ def row_losses(bundle: Bundle, variant: Variant) -> RowLosses:
         counts.append(segment_sums(weights, part.offsets))
     if not sums:
         return RowLosses(np.empty(0), np.empty(0), np.empty(0))
-    losses_of_rows = RowLosses(np.concatenate(sums), np.concatenate(sizes), np.concatenate(counts))
+    losses_of_rows = RowLosses(
+        np.concatenate(sums), np.concatenate(sizes), np.concatenate(counts)
+    )
     if not np.all(np.isfinite(losses_of_rows.sizes)):
         raise MissingError("finite log-probs and advantages")
     return losses_of_rows
@@ -66,7 +68,9 @@ def _weights(part: Bundle, variant: Variant) -> np.ndarray:
     mask = part.token_column("loss_mask").astype(bool)
     if not variant.masked:
         mask = np.ones(part.token_count, bool)
-        mask[part.offsets[:-1][part.lengths > 0]] = False  # nothing predicts a row's first token
+        mask[part.offsets[:-1][part.lengths > 0]] = (
+            False  # nothing predicts a row's first token
+        )
     return mask & np.repeat(trained_rows(part), part.lengths)
 
 
@@ -93,7 +97,11 @@ def token_losses(part: Bundle, variant: Variant, places: np.ndarray) -> np.ndarr
 
 
 def _ratio_losses(
-    algorithm: Algorithm, advantages: np.ndarray, new: np.ndarray, log_ratio: np.ndarray, rows: np.ndarray
+    algorithm: Algorithm,
+    advantages: np.ndarray,
+    new: np.ndarray,
+    log_ratio: np.ndarray,
+    rows: np.ndarray,
 ) -> np.ndarray:
     if algorithm.loss == "gspo":
         log_ratio = _row_means(log_ratio, rows)[rows]
@@ -115,7 +123,9 @@ def _row_means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.bincount(rows, values) / counts
 
 
-def _correction(part: Bundle, algorithm: Algorithm, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _correction(
+    part: Bundle, algorithm: Algorithm, places: np.ndarray, rows: np.ndarray
+) -> np.ndarray:
     """Return truncated importance weights, trainer over sampler."""
     old = part.token_column("old_logprobs")[places].astype(np.float64)
     log_weight = old - part.token_column("sampler_logprobs")[places]

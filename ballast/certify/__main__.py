@@ -28,7 +28,11 @@ from workers.errors import BallastError, ConfigError, one_line
 
 Check = Callable[[Subject, Certificate], None]
 
-TIMES = {"quick": "about a minute", "default": "about ten minutes", "train": "about half an hour"}
+TIMES = {
+    "quick": "about a minute",
+    "default": "about ten minutes",
+    "train": "about half an hour",
+}
 QUICK: dict[str, Check] = {
     "data": check_data,
     "prompts": check_prompts,
@@ -57,7 +61,9 @@ def _certify(request: argparse.Namespace) -> int:
     if len(files) > 1:
         raise ConfigError(f"{files[1]}: a second configuration. Name one.")
     if not (files or request.environment or request.reward):
-        raise ConfigError("certify: nothing to certify. Name a configuration, --environment or --reward.")
+        raise ConfigError(
+            "certify: nothing to certify. Name a configuration, --environment or --reward."
+        )
     path = Path(files[0]) if files else None
     config = make_config(path, request.environment, request.reward, request.data, overrides)
     level = "train" if request.train else "quick" if request.quick else "default"
@@ -76,7 +82,11 @@ def _certify(request: argparse.Namespace) -> int:
     output = request.output or certificate_file(config.data.weights) or Path(FILE)
     with writing("--output", output):
         output.write_text(text + "\n")
-    print(text if request.json else "\n".join([*page_lines(certificate), "", f"written: {output}"]))
+    print(
+        text
+        if request.json
+        else "\n".join([*page_lines(certificate), "", f"written: {output}"])
+    )
     return 1 if certificate.is_certain else 0
 
 
@@ -96,18 +106,42 @@ def _parser() -> argparse.ArgumentParser:
         description="Try data, reward, tools and environment of a run before it gets a GPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("parts", nargs="*", metavar="mine.yaml", help="the run's configuration, and settings")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="mine.yaml",
+        help="the run's configuration, and settings",
+    )
     levels = parser.add_mutually_exclusive_group()
     levels.add_argument("--quick", action="store_true", help="no model, a minute")
-    levels.add_argument("--train", action="store_true", help="also train a small policy, half an hour")
-    parser.add_argument("--environment", default="", metavar="NAME", help="a class, or verifiers:NAME")
-    parser.add_argument("--reward", default="", metavar="FILE.py:FUNCTION", help="a reward function")
+    levels.add_argument(
+        "--train", action="store_true", help="also train a small policy, half an hour"
+    )
+    parser.add_argument(
+        "--environment", default="", metavar="NAME", help="a class, or verifiers:NAME"
+    )
+    parser.add_argument(
+        "--reward", default="", metavar="FILE.py:FUNCTION", help="a reward function"
+    )
     parser.add_argument("--data", default="", metavar="FILE", help="its records")
-    parser.add_argument("--answer-key", default="", metavar="COLUMN", help="column with the records' answers")
-    parser.add_argument("--model", default="", metavar="PATH", help="a small policy that samples")
-    parser.add_argument("--write", action="store_true", help="write a difficulty column next to the data")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the certificate")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
+    parser.add_argument(
+        "--answer-key",
+        default="",
+        metavar="COLUMN",
+        help="column with the records' answers",
+    )
+    parser.add_argument(
+        "--model", default="", metavar="PATH", help="a small policy that samples"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write a difficulty column next to the data"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write the certificate"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of the page"
+    )
     return parser
 
 

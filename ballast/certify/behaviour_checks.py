@@ -57,7 +57,9 @@ def check_behaviour(subject: Subject, certificate: Certificate) -> None:
     if scores is not None:
         certificate.add(*_network(subject, calls, scores, addresses, place))
     check_times(certificate, seconds, place)
-    _check_leaks(subject, certificate, calls, max(float(np.mean(seconds or [0.0])), 1e-6), place)
+    _check_leaks(
+        subject, certificate, calls, max(float(np.mean(seconds or [0.0])), 1e-6), place
+    )
 
 
 def _calls(subject: Subject) -> list[Call]:
@@ -84,7 +86,9 @@ def _affordable(subject: Subject, calls: Sequence[Call]) -> Sequence[Call]:
     return calls[: int(max(TIMED, COMPARE_SECONDS / (COMPARISONS * max(mean, 1e-6))))]
 
 
-def _call(subject: Subject, number: int, drawn: Sequence[Drawn], policies: Sequence[Policy]) -> Call:
+def _call(
+    subject: Subject, number: int, drawn: Sequence[Drawn], policies: Sequence[Policy]
+) -> Call:
     row = number % len(drawn)
     response = policies[number % len(policies)].responses[row]
     return make_call(subject, number, drawn[row].record, response or "")
@@ -114,11 +118,23 @@ def _score_twice(
     random = _difference(first, elsewhere)
     clock = _clock_difference(subject, calls, first, is_random=bool(random))
     if clock or random:
-        certificate.add(clock_finding(clock, place) if clock else random_finding(random, place))
+        certificate.add(
+            clock_finding(clock, place) if clock else random_finding(random, place)
+        )
         return None, seconds, addresses
     for name, problem, advice, scores in (
-        ("reward.keeps_state", "scores a response differently the second time", "Keep no state.", again),
-        ("reward.depends_on_order", "scores depend on the order of calls", "Keep no state.", backwards),
+        (
+            "reward.keeps_state",
+            "scores a response differently the second time",
+            "Keep no state.",
+            again,
+        ),
+        (
+            "reward.depends_on_order",
+            "scores depend on the order of calls",
+            "Keep no state.",
+            backwards,
+        ),
         (
             "reward.depends_on_batch",
             "scores a response alone differently than among others",
@@ -127,7 +143,11 @@ def _score_twice(
         ),
     ):
         if difference := _difference(first, scores):
-            certificate.add(Finding(name, Level.CERTAIN, f"The reward {problem}.", place, advice, difference))
+            certificate.add(
+                Finding(
+                    name, Level.CERTAIN, f"The reward {problem}.", place, advice, difference
+                )
+            )
             return None, seconds, addresses
     return first, seconds, addresses
 
@@ -156,7 +176,9 @@ def _difference(scores: Scores, others: Scores) -> str:
     different = [
         number
         for number in scores.keys() & others.keys()
-        if not np.isclose(scores[number].reward, others[number].reward, rtol=1e-6, atol=1e-9)
+        if not np.isclose(
+            scores[number].reward, others[number].reward, rtol=1e-6, atol=1e-9
+        )
     ]
     if not different:
         return ""
@@ -167,7 +189,9 @@ def _difference(scores: Scores, others: Scores) -> str:
     )
 
 
-def _clock_difference(subject: Subject, calls: Sequence[Call], first: Scores, *, is_random: bool) -> str:
+def _clock_difference(
+    subject: Subject, calls: Sequence[Call], first: Scores, *, is_random: bool
+) -> str:
     """Describe a difference between two frozen clocks, if a frozen clock gives the same scores again."""
     earlier, _ = _score_under(subject, calls, Conditions(MOMENTS[0]))
     later, _ = _score_under(subject, calls, Conditions(MOMENTS[1]))
@@ -201,14 +225,20 @@ def random_finding(difference: str, place: str) -> Finding:
 
 
 def _network(
-    subject: Subject, calls: Sequence[Call], first: Scores, addresses: Sequence[str], place: str
+    subject: Subject,
+    calls: Sequence[Call],
+    first: Scores,
+    addresses: Sequence[str],
+    place: str,
 ) -> list[Finding]:
     scores, holdings = _score_under(subject, calls, Conditions(network=False))
     addresses = [*addresses, *(holdings.addresses if holdings else [])]
     difference = _difference(first, scores)
     if not addresses:
         return []
-    changed = f". Cut off, {difference}" if difference else ". Cut off, the scores are the same"
+    changed = (
+        f". Cut off, {difference}" if difference else ". Cut off, the scores are the same"
+    )
     return [
         Finding(
             "reward.needs_network",
@@ -226,7 +256,8 @@ def check_times(certificate: Certificate, seconds: Sequence[float], place: str) 
     if not seconds:
         return
     milliseconds = {
-        f"p{percent}": round(float(np.percentile(seconds, percent)) * 1000, 3) for percent in SHOWN_TIMES
+        f"p{percent}": round(float(np.percentile(seconds, percent)) * 1000, 3)
+        for percent in SHOWN_TIMES
     }
     certificate.add_table("reward milliseconds", [milliseconds | {"calls": len(seconds)}])
     slow = float(np.percentile(seconds, 90))
@@ -243,7 +274,11 @@ def check_times(certificate: Certificate, seconds: Sequence[float], place: str) 
 
 
 def _check_leaks(
-    subject: Subject, certificate: Certificate, calls: Sequence[Call], seconds: float, place: str
+    subject: Subject,
+    certificate: Certificate,
+    calls: Sequence[Call],
+    seconds: float,
+    place: str,
 ) -> None:
     """Repeat calls in one process, and compare what it holds after a first part, half and all of them."""
     count = int(min(LEAK_CALLS, max(LEAK_SECONDS / seconds, FEWEST_LEAK_CALLS)))
@@ -267,7 +302,9 @@ def _check_leaks(
         certificate.add(*_leaks(before, middle, after, half, place))
 
 
-def _leaks(before: Holdings, middle: Holdings, after: Holdings, half: int, place: str) -> list[Finding]:
+def _leaks(
+    before: Holdings, middle: Holdings, after: Holdings, half: int, place: str
+) -> list[Finding]:
     findings = []
     for attribute, words, limit in (
         ("sockets", "sockets", MOST_LEAKED),

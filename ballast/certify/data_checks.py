@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.certify.certificate import Certificate
-from ballast.certify.duplicates import FEWEST_PAIRS, duplicates, near_duplicates, normal, telling_pairs
+from ballast.certify.duplicates import (
+    FEWEST_PAIRS,
+    duplicates,
+    near_duplicates,
+    normal,
+    telling_pairs,
+)
 from ballast.certify.findings import Finding, Level
 from ballast.certify.oracle import text_of
 from ballast.certify.panel import prompt_text
@@ -23,7 +29,8 @@ from workers.user_code.task_sources import package_of
 
 FEW = 0.01  # of the records, up to which repeated prompts are a note
 CUT_ENDS = re.compile(
-    r"(?:…|\[truncated\]|<truncated>|\(truncated\)|\[\.\.\.\]|\.\.\. ?\[cut\])\s*$", re.IGNORECASE
+    r"(?:…|\[truncated\]|<truncated>|\(truncated\)|\[\.\.\.\]|\.\.\. ?\[cut\])\s*$",
+    re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"[.?!:;)\]}>\"'`$|*=%。？！：）]\s*$")
 USUAL = 0.98  # of the prompts end with a sentence: the others are cut
@@ -31,7 +38,8 @@ OFTEN = 4  # times as often as other prompts of its length
 FEWEST_OFTEN = 8  # times, which tasks of two digits reach by chance
 FEWEST = 30  # prompts for a statement about their ends
 NAMED_ANSWER = (
-    r"(?:answer|solution|hint|ground[ _]truth|result|expected|label|target)\W{0,4}(?:\s*is\W{0,3})?\s*"
+    r"(?:answer|solution|hint|ground[ _]truth|result|expected|label|target)"
+    r"\W{0,4}(?:\s*is\W{0,3})?\s*"
 )
 MARKS = (NAMED_ANSWER, r"####\s*", r"\\boxed\{\s*", r"<answer>\s*")
 LONG_WORD = re.compile(r"[^\W\d_]{3,}")
@@ -83,7 +91,9 @@ def rows_of(subject: Subject) -> list[Row]:
                 answer = subject.answer_of(record)
                 text = None if answer is None else text_of(answer)
                 place = f"{path} record {number}"
-                rows.append(Row(place, record, prompt_text(subject, record), text, held_out))
+                rows.append(
+                    Row(place, record, prompt_text(subject, record), text, held_out)
+                )
     return rows
 
 
@@ -101,12 +111,16 @@ def _identity(row: Row) -> Hashable:
 
 
 def _media(row: Row) -> str:
-    media = [value for value in row.record.values() if isinstance(value, (bytes, list, dict))]
+    media = [
+        value for value in row.record.values() if isinstance(value, (bytes, list, dict))
+    ]
     return json.dumps(media, default=repr) if _has_media(row.record) else ""
 
 
 def _has_media(record: Record) -> bool:
-    return any("image" in name or isinstance(value, bytes) for name, value in record.items())
+    return any(
+        "image" in name or isinstance(value, bytes) for name, value in record.items()
+    )
 
 
 def _refused(subject: Subject) -> list[Finding]:
@@ -132,7 +146,9 @@ def _repeated(train: Sequence[Row], *, is_generated: bool) -> list[Finding]:
     if not repeated:
         return []
     share = len(repeated) / len(train)
-    are_copies = not is_generated and share > FEW and _are_copies(train, identities, repeated)
+    are_copies = (
+        not is_generated and share > FEW and _are_copies(train, identities, repeated)
+    )
     second, first = next(iter(repeated.items()))
     return [
         Finding(
@@ -172,12 +188,18 @@ def _conflicting(train: Sequence[Row], *, is_generated: bool) -> list[Finding]:
     ]
 
 
-def _are_copies(train: Sequence[Row], identities: Sequence[Hashable], repeated: dict[int, int]) -> bool:
+def _are_copies(
+    train: Sequence[Row], identities: Sequence[Hashable], repeated: dict[int, int]
+) -> bool:
     """Whether prompts repeat by copying. Draws from a small space of short tasks repeat by chance."""
     offsets = Counter(place - first for place, first in repeated.items())
     if max(offsets.values()) >= max(3, len(repeated) / 2):
         return True  # a block of records
-    first = list({identity: place for place, identity in reversed(list(enumerate(identities)))}.values())
+    first = list(
+        {
+            identity: place for place, identity in reversed(list(enumerate(identities)))
+        }.values()
+    )
     pairs, _ = telling_pairs([train[place].text for place in first])
     told = dict(zip((identities[place] for place in first), map(len, pairs), strict=True))
     rich = sum(told[identities[place]] >= FEWEST_PAIRS for place in repeated)
@@ -188,7 +210,9 @@ def _is_repeated_often(train: Sequence[Row], identities: Sequence[Hashable]) -> 
     """Whether a prompt comes much more often than others of its length."""
     counts = Counter(identities)
     # Prompts that differ in blanks alone are one, and have one length.
-    sizes = {identity: len(row.text) for row, identity in zip(train, identities, strict=True)}
+    sizes = {
+        identity: len(row.text) for row, identity in zip(train, identities, strict=True)
+    }
     prompts_of_size = Counter(sizes[identity] for identity in identities)
     distinct_of_size = Counter(sizes.values())
     for identity, size in sizes.items():
@@ -222,13 +246,25 @@ def _near(rows: Sequence[Row]) -> list[Finding]:
     """Find prompts that say the same as others in almost the same words."""
     identities = [_identity(row) for row in rows]
     exact = duplicates(identities)
-    remaining = [row for place, row in enumerate(rows) if place not in exact and not _has_media(row.record)]
-    near = near_duplicates([row.text for row in remaining], [row.answer for row in remaining])
+    remaining = [
+        row
+        for place, row in enumerate(rows)
+        if place not in exact and not _has_media(row.record)
+    ]
+    near = near_duplicates(
+        [row.text for row in remaining], [row.answer for row in remaining]
+    )
     crossing = {place: first for place, first in near.items() if remaining[place].held_out}
-    crossing = {place: first for place, first in crossing.items() if not remaining[first].held_out}
+    crossing = {
+        place: first for place, first in crossing.items() if not remaining[first].held_out
+    }
     findings = []
     for name, pairs, problem in (
-        ("data.validation_near_train", crossing, "validation prompts are almost training prompts"),
+        (
+            "data.validation_near_train",
+            crossing,
+            "validation prompts are almost training prompts",
+        ),
         (
             "data.near_duplicates",
             {place: first for place, first in near.items() if place not in crossing},
@@ -240,7 +276,9 @@ def _near(rows: Sequence[Row]) -> list[Finding]:
             findings.append(
                 Finding(
                     name,
-                    Level.LIKELY if len(pairs) > FEW * len(rows) or pairs is crossing else Level.NOTE,
+                    Level.LIKELY
+                    if len(pairs) > FEW * len(rows) or pairs is crossing
+                    else Level.NOTE,
                     f"{len(pairs):,} {problem}.",
                     _places([remaining[place] for place in pairs]),
                     "Remove the training records, or validation measures memory."
@@ -261,7 +299,9 @@ def _cut(rows: Sequence[Row]) -> list[Finding]:
     longest = max(lengths)
     typical = sorted(map(len, texts))[len(texts) // 2]
     piled = lengths[longest] >= max(3, FEW * len(rows)) and longest > 2 * typical
-    full = [row for row, text in zip(rows, texts, strict=True) if piled and len(text) == longest]
+    full = [
+        row for row, text in zip(rows, texts, strict=True) if piled and len(text) == longest
+    ]
     if sum(not SENTENCE_END.search(row.text) for row in full) <= len(full) / 2:
         full = []  # the longest of a generator
     open_ends = [row for row in rows if not SENTENCE_END.search(row.text)]
@@ -288,7 +328,11 @@ def _cut(rows: Sequence[Row]) -> list[Finding]:
 
 def _overlong(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
     data = subject.config.data
-    long = [row for row in rows if is_too_long(row.record[subject.prompt_key], data.max_prompt_tokens)]
+    long = [
+        row
+        for row in rows
+        if is_too_long(row.record[subject.prompt_key], data.max_prompt_tokens)
+    ]
     if not long:
         return []
     return [
@@ -333,14 +377,18 @@ def _names(text: str, answer: str) -> bool:
     if len(answer) >= LONG_ANSWER and len(LONG_WORD.findall(answer)) >= 4:
         return True
     end = r"(?![\w.]*\w)"
-    return any(re.search(mark + re.escape(answer) + end, text, re.IGNORECASE) for mark in MARKS)
+    return any(
+        re.search(mark + re.escape(answer) + end, text, re.IGNORECASE) for mark in MARKS
+    )
 
 
 def _missing_answers(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
     if not subject.answer_key:
         return []
     generated = any(map(package_of, subject.train))  # whose answer may be an empty text
-    missing = [row for row in rows if row.answer is None or not (generated or row.answer.strip())]
+    missing = [
+        row for row in rows if row.answer is None or not (generated or row.answer.strip())
+    ]
     if not missing or len(missing) == len(rows):
         return []
     return [
@@ -356,7 +404,9 @@ def _missing_answers(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
 
 def _missing_columns(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
     first = rows[0].record
-    taken = sorted({name for function in subject.functions for name in function.columns} & set(first))
+    taken = sorted(
+        {name for function in subject.functions for name in function.columns} & set(first)
+    )
     findings = []
     for name in taken:
         without = [row for row in rows if name not in row.record]

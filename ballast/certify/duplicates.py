@@ -58,7 +58,9 @@ def near_duplicates(texts: Sequence[str], answers: Sequence[Hashable]) -> dict[i
         rarest = rarest[: len(row) - int(NEAR * len(row)) + 1]
         candidates = {other for pair in rarest for other in postings[pair]}
         for other in sorted(candidates):
-            same_task = numbers[other] == numbers[place] and answers[other] == answers[place]
+            same_task = (
+                numbers[other] == numbers[place] and answers[other] == answers[place]
+            )
             if same_task and len(row & telling[other]) >= NEAR * len(row | telling[other]):
                 repeated[place] = other
                 break

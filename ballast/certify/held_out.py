@@ -16,7 +16,9 @@ def certified_answer(response: str, certify_answer: str) -> float:
 
     certify_answer: the record's answer. An answer may show its working before a `#`, as the response may.
     """
-    expected = {_plain(text) for text in _readings(certify_answer)} if certify_answer else set()
+    expected = (
+        {_plain(text) for text in _readings(certify_answer)} if certify_answer else set()
+    )
     return float(any(_plain(text) in expected for text in _readings(response)))
 
 

@@ -16,7 +16,8 @@ FORMS = {
     "answer tags": "<answer>{}</answer>",
     "thought, then plain": "<think>\nWorking.\n</think>\n\n{}",
     "thought, then answer tags": "<think>\nWorking.\n</think>\n<answer>\n{}\n</answer>",
-    "thought, then boxed": "<think>\nWorking.\n</think>\n\n" + r"The answer is \boxed{{{}}}.",
+    "thought, then boxed": "<think>\nWorking.\n</think>\n\n"
+    + r"The answer is \boxed{{{}}}.",
     "tags around a box": r"<think>Working.</think><answer>\boxed{{{}}}</answer>",
     "final answer": r"The final answer is: $\boxed{{{}}}$. I hope it is correct.",
     "Answer:": "Answer: {}",
@@ -50,18 +51,30 @@ def notations(form: str, answer: str) -> dict[str, str]:
         number = Fraction(answer.strip())
         numerator, denominator = number.numerator, number.denominator
         texts = {
-            "LaTeX": rf"\frac{{{numerator}}}{{{denominator}}}" if denominator > 1 else f"${numerator}$",
+            "LaTeX": rf"\frac{{{numerator}}}{{{denominator}}}"
+            if denominator > 1
+            else f"${numerator}$",
             "fraction": f"{numerator}/{denominator}",
-            "decimal": f"{float(number):.6f}".rstrip("0") + ("0" if denominator == 1 else ""),
+            "decimal": f"{float(number):.6f}".rstrip("0")
+            + ("0" if denominator == 1 else ""),
             "spaced": f" {answer.strip()} ",
         }
     written = {name: in_form(form, text) for name, text in texts.items()}
     if "\\boxed" in form:
-        written["after a boxed intermediate result"] = r"First \boxed{1234567}. " + in_form(form, answer)
+        written["after a boxed intermediate result"] = r"First \boxed{1234567}. " + in_form(
+            form, answer
+        )
     return written
 
 
-CYRILLIC = {"a": "\u0430", "c": "\u0441", "e": "\u0435", "o": "\u043e", "p": "\u0440", "x": "\u0445"}
+CYRILLIC = {
+    "a": "\u0430",
+    "c": "\u0441",
+    "e": "\u0435",
+    "o": "\u043e",
+    "p": "\u0440",
+    "x": "\u0445",
+}
 FULL_WIDTH = {digit: chr(0xFF10 + int(digit)) for digit in "0123456789"}
 LOOK_ALIKES = str.maketrans(CYRILLIC | FULL_WIDTH)
 
@@ -74,4 +87,6 @@ def look_alike(text: str) -> str:
 def forms_in(prompt: str) -> dict[str, str]:
     """Return forms that a prompt asks for with tags of its own, such as `<final>...</final>`."""
     tags = {tag for tag in re.findall(r"<([A-Za-z_]\w*)>", prompt) if f"</{tag}>" in prompt}
-    return {f"{tag} tags": f"<{tag}>{{}}</{tag}>" for tag in sorted(tags - {"think", "answer"})}
+    return {
+        f"{tag} tags": f"<{tag}>{{}}</{tag}>" for tag in sorted(tags - {"think", "answer"})
+    }

@@ -61,7 +61,11 @@ def _finding_lines(finding: Finding) -> list[str]:
     if len(evidence) > LONGEST:
         evidence = f"{evidence[:LONGEST]} ..."
     lines = [f"{finding.level.upper()}  {finding.name}", *_wrap(finding.problem, "  ")]
-    for label, text in (("where", finding.place), ("seen", evidence), ("to do", finding.advice)):
+    for label, text in (
+        ("where", finding.place),
+        ("seen", evidence),
+        ("to do", finding.advice),
+    ):
         if text:
             lines += _wrap(text, f"  {label:{LABEL}}")
     return lines
@@ -80,7 +84,9 @@ def _coverage_text(coverage: Coverage) -> str:
 def _wrap(text: str, start: str) -> list[str]:
     """Wrap a text behind `start`, and indent the following lines by its width."""
     text = without_control(text.replace("\n", "\\n"))
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)) or [start]
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
+    ) or [start]
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -95,10 +101,18 @@ def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         cells = []
         for name in columns:
             is_text = isinstance(rows[0].get(name), str)
-            cells.append(f"{row[name]:<{widths[name]}}" if is_text else f"{row[name]:>{widths[name]}}")
+            cells.append(
+                f"{row[name]:<{widths[name]}}"
+                if is_text
+                else f"{row[name]:>{widths[name]}}"
+            )
         lines.append(f"  {'  '.join(cells)}".rstrip()[:WIDTH])
     return lines
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else without_control(str(value)).replace("\n", "\\n")
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else without_control(str(value)).replace("\n", "\\n")
+    )

@@ -53,7 +53,11 @@ class ProbedRewards(RewardProcess):
     """A `RewardProcess` under conditions, whose process can be measured."""
 
     def __init__(
-        self, functions: Sequence[RewardFunction], conditions: Conditions, *, timeout_s: float
+        self,
+        functions: Sequence[RewardFunction],
+        conditions: Conditions,
+        *,
+        timeout_s: float,
     ) -> None:
         super().__init__(functions, timeout_s=timeout_s, concurrency=1, quiet=True)
         self._conditions = conditions
@@ -65,15 +69,26 @@ class ProbedRewards(RewardProcess):
             self._try(calls, scores)
         ended = 0
         for call in calls:  # alone, because any call left may have ended the process
-            if ended < MOST_ENDED and call.number not in scores and (reason := self._try([call], scores)):
+            if (
+                ended < MOST_ENDED
+                and call.number not in scores
+                and (reason := self._try([call], scores))
+            ):
                 scores[call.number] = Score(0.0, call.response, failure=reason)
                 ended += 1
         return scores
 
     def _ensure_started(self) -> UserProcess:
         if self._process is None:
-            settings = (self._conditions, self._functions, self._timeout_s, self._concurrency)
-            self._process = UserProcess("ballast.certify.probe:Probe", *settings, quiet=True)
+            settings = (
+                self._conditions,
+                self._functions,
+                self._timeout_s,
+                self._concurrency,
+            )
+            self._process = UserProcess(
+                "ballast.certify.probe:Probe", *settings, quiet=True
+            )
             self._process.receive(START_SECONDS)
         return self._process
 
@@ -93,7 +108,11 @@ class ProbedRewards(RewardProcess):
 
 class Probe(Scorer):
     def __init__(
-        self, conditions: Conditions, functions: list[RewardFunction], timeout_s: float, concurrency: int
+        self,
+        conditions: Conditions,
+        functions: list[RewardFunction],
+        timeout_s: float,
+        concurrency: int,
     ) -> None:
         self._addresses: set[str] = set()
         self._started = 0
@@ -163,7 +182,9 @@ def freeze_clocks(now: float) -> None:
     localtime, gmtime, strftime = time.localtime, time.gmtime, time.strftime
     time.localtime = lambda seconds=None: localtime(now if seconds is None else seconds)
     time.gmtime = lambda seconds=None: gmtime(now if seconds is None else seconds)
-    time.strftime = lambda form, moment=None: strftime(form, localtime(now) if moment is None else moment)
+    time.strftime = lambda form, moment=None: strftime(
+        form, localtime(now) if moment is None else moment
+    )
 
     class FrozenDatetime(datetime.datetime):
         @classmethod

@@ -25,8 +25,27 @@ from workers.user_code.process import NoAnswerError, ask
 MOST_RENDERED = 10_000  # records
 RENDER_SECONDS = 120.0
 MEANT_TO_ACT = {
-    *("weight", "train", "trainable", "loss_mask", "mask", "reasoning", "reasoning_content", "thinking"),
-    *("system", "system_prompt", "instruction", "context", "hint", "image", "images", "tools", "difficulty"),
+    *(
+        "weight",
+        "train",
+        "trainable",
+        "loss_mask",
+        "mask",
+        "reasoning",
+        "reasoning_content",
+        "thinking",
+    ),
+    *(
+        "system",
+        "system_prompt",
+        "instruction",
+        "context",
+        "hint",
+        "image",
+        "images",
+        "tools",
+        "difficulty",
+    ),
 }
 """Columns that whoever wrote them meant to act on training."""
 READ_IN_PROMPTS = {"role", "content", "tool_calls", "tool_call_id", "name"}
@@ -36,20 +55,29 @@ READ_IN_PROMPTS = {"role", "content", "tool_calls", "tool_call_id", "name"}
 def check_prompts(subject: Subject, certificate: Certificate) -> None:
     """Name what nobody reads, and render the prompts where a tokenizer is there."""
     if reads_records(subject.config):
-        certificate.skip("unread columns", "an environment, agent, tool or sampler takes whole records")
+        certificate.skip(
+            "unread columns", "an environment, agent, tool or sampler takes whole records"
+        )
     else:
         certificate.add(*_unread_columns(subject))
     certificate.add(*_messages(subject))
     if subject.has_tokenizer:
         _render(subject, certificate)
     else:
-        certificate.skip("rendered prompts", f"model.path={subject.config.model.path} has no tokenizer here")
+        certificate.skip(
+            "rendered prompts",
+            f"model.path={subject.config.model.path} has no tokenizer here",
+        )
 
 
 def _unread_columns(subject: Subject) -> list[Finding]:
     data = subject.train | subject.held_out
-    names = dict.fromkeys(name for rows in data.values() for row in rows[:COMPARED] for name in row)
-    read = names_in(subject.config, names) | {name for f in subject.functions for name in f.columns}
+    names = dict.fromkeys(
+        name for rows in data.values() for row in rows[:COMPARED] for name in row
+    )
+    read = names_in(subject.config, names) | {
+        name for f in subject.functions for name in f.columns
+    }
     if any(isinstance(row[subject.prompt_key], list) for row in subject.records[:COMPARED]):
         read |= CHATS
     place = next(iter(data))
@@ -118,12 +146,26 @@ def _messages(subject: Subject) -> list[Finding]:
         role = message["role"]
         if role not in ROLES and role not in FOREIGN_ROLES:
             advice = f"Rename it to one of {', '.join(ROLES)}, unless the chat template knows it."
-            key = ("data.unknown_role", Level.LIKELY, f"have a message of role {role!r}", advice)
+            key = (
+                "data.unknown_role",
+                Level.LIKELY,
+                f"have a message of role {role!r}",
+                advice,
+            )
             problems.setdefault(key, []).append(place)
         for name in sorted(message.keys() - READ_IN_PROMPTS):
-            level = Level.NOTE if subject.has_tokenizer and name not in MEANT_TO_ACT else Level.LIKELY
+            level = (
+                Level.NOTE
+                if subject.has_tokenizer and name not in MEANT_TO_ACT
+                else Level.LIKELY
+            )
             advice = "It has no effect on prompts. Put a text into the content, or remove the field."
-            key = (unread, level, f"have a message with the field {name!r}, which few templates read", advice)
+            key = (
+                unread,
+                level,
+                f"have a message with the field {name!r}, which few templates read",
+                advice,
+            )
             problems.setdefault(key, []).append(place)
         for call in message.get("tool_calls") or ():
             arguments = call.get("function", call).get("arguments")
@@ -139,9 +181,20 @@ def _messages(subject: Subject) -> list[Finding]:
                     advice,
                 )
                 problems.setdefault(key, []).append(place)
-        if is_last and role == "assistant" and not subject.config.data.continue_last_message:
-            advice = "Remove the response from the prompt, or set data.continue_last_message."
-            key = ("data.ends_with_response", Level.CERTAIN, "end with a message of the assistant", advice)
+        if (
+            is_last
+            and role == "assistant"
+            and not subject.config.data.continue_last_message
+        ):
+            advice = (
+                "Remove the response from the prompt, or set data.continue_last_message."
+            )
+            key = (
+                "data.ends_with_response",
+                Level.CERTAIN,
+                "end with a message of the assistant",
+                advice,
+            )
             problems.setdefault(key, []).append(place)
     findings = []
     for (name, level, problem, advice), places in problems.items():
@@ -159,7 +212,10 @@ def _render(subject: Subject, certificate: Certificate) -> None:
         arguments = (subject.config, subject.tools.schemas, path, some)
         try:
             rendered = ask(
-                "ballast.certify.prompt_checks:render", *arguments, timeout_s=RENDER_SECONDS, setting=""
+                "ballast.certify.prompt_checks:render",
+                *arguments,
+                timeout_s=RENDER_SECONDS,
+                setting="",
             )
         except (ConfigError, DataError, NoAnswerError) as error:
             certificate.add(
@@ -177,12 +233,21 @@ def _render(subject: Subject, certificate: Certificate) -> None:
         lengths = rendered["lengths"]
         row = {"file": path[-30:], "least": min(lengths), "median": int(np.median(lengths))}
         row |= {"p99": int(np.percentile(lengths, 99)), "most": max(lengths)}
-        row |= {"cap": subject.config.data.max_prompt_tokens, "above": rendered["dropped"] + rendered["cut"]}
-        certificate.add_table("prompt tokens", [*certificate.tables.get("prompt tokens", []), row])
-        certificate.add_coverage("rendered prompts", f"{len(some):,} of {len(rows):,} records of {path}")
+        row |= {
+            "cap": subject.config.data.max_prompt_tokens,
+            "above": rendered["dropped"] + rendered["cut"],
+        }
+        certificate.add_table(
+            "prompt tokens", [*certificate.tables.get("prompt tokens", []), row]
+        )
+        certificate.add_coverage(
+            "rendered prompts", f"{len(some):,} of {len(rows):,} records of {path}"
+        )
 
 
-def _of_rendered(config: Config, path: str, rendered: dict[str, Any], count: int) -> list[Finding]:
+def _of_rendered(
+    config: Config, path: str, rendered: dict[str, Any], count: int
+) -> list[Finding]:
     findings = []
     changed = rendered["dropped"] + rendered["cut"]
     if changed:
@@ -233,7 +298,9 @@ def render(
     from controller.lifecycle.tokenized_inputs import prompt_renderer
 
     renderer, rules = prompt_renderer(config, schemas, lambda text: None)
-    dataset = PromptDataset(rows, renderer, rules, shuffle=False, name=path, log=lambda text: None)
+    dataset = PromptDataset(
+        rows, renderer, rules, shuffle=False, name=path, log=lambda text: None
+    )
     ids = next(iter(dataset)).ids.tolist()
     special = set(renderer.tokenizer.all_special_ids)
     return {

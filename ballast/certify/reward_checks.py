@@ -31,7 +31,11 @@ FAILURES = (
     ("ended its process", "reward.ends_process", "ends its process"),
     ("finite float32", "reward.not_finite", "returns no finite number"),
     ("raised", "reward.raises", "raises"),
-    ("returned", "reward.wrong_result", "returns something other than a number for each response"),
+    (
+        "returned",
+        "reward.wrong_result",
+        "returns something other than a number for each response",
+    ),
 )
 NOT_A_NUMBER = re.compile(r"it returned (?:None|['\"\[(])")
 
@@ -53,7 +57,9 @@ def check_reward(subject: Subject, certificate: Certificate) -> None:
                 policies.append(boxed_policy(drawn))
             paid = score_policies(subject, rewards, drawn, policies)
         else:
-            certificate.skip("reward oracle", "no column holds the answers: name it with --answer-key")
+            certificate.skip(
+                "reward oracle", "no column holds the answers: name it with --answer-key"
+            )
     finally:
         rewards.stop()
     panel = [*paid, *blind]
@@ -68,7 +74,9 @@ def check_reward(subject: Subject, certificate: Certificate) -> None:
     )
 
 
-def _judge_panel(subject: Subject, panel: Sequence[Paid], drawn: Sequence[Drawn], form: str) -> list[Finding]:
+def _judge_panel(
+    subject: Subject, panel: Sequence[Paid], drawn: Sequence[Drawn], form: str
+) -> list[Finding]:
     """Compare the oracle with the policies that know no answer."""
     rewards = [reward for result in panel for reward in result.rewards]
     place = ", ".join(subject.config.reward.weights)
@@ -76,7 +84,9 @@ def _judge_panel(subject: Subject, panel: Sequence[Paid], drawn: Sequence[Drawn]
         return [
             Finding(
                 "reward.constant",
-                Level.CERTAIN if rewards[0] or form else Level.NOTE,  # without answers, all may be wrong
+                Level.CERTAIN
+                if rewards[0] or form
+                else Level.NOTE,  # without answers, all may be wrong
                 f"The reward is {rewards[0]:g} for every response.",
                 place,
                 "Let it depend on the response. Equal rewards in a group teach nothing.",
@@ -108,7 +118,9 @@ def _is_unpaid(oracle: Paid, blind: Sequence[Paid], lowest: float, spread: float
     means = {result.policy.name: result.mean for result in blind}
     other = means.get("oracle of another record", lowest)
     worth = oracle.mean - other
-    return oracle.mean <= lowest or (oracle.mean <= means["empty"] and worth <= SAME * spread)
+    return oracle.mean <= lowest or (
+        oracle.mean <= means["empty"] and worth <= SAME * spread
+    )
 
 
 def _range(rewards: Sequence[float], place: str) -> list[Finding]:
@@ -128,7 +140,10 @@ def _range(rewards: Sequence[float], place: str) -> list[Finding]:
 def _oracle_unpaid(subject: Subject, oracle: Paid, best: Paid, place: str) -> Finding:
     answer = next(score.response for score in oracle.scores if score is not None)
     taken = {column for function in subject.functions for column in function.columns}
-    certain = subject.answer_key.partition(".")[0] in taken and subject.answer_key in ANSWER_COLUMNS
+    certain = (
+        subject.answer_key.partition(".")[0] in taken
+        and subject.answer_key in ANSWER_COLUMNS
+    )
     return Finding(
         "reward.oracle_unpaid",
         Level.CERTAIN if certain else Level.LIKELY,
@@ -173,14 +188,17 @@ ONE_ANSWER_WINS = (
     "reading the prompt."
 )
 WRONG_ANSWER_WINS = (
-    "Let the reward read the final answer alone, pay less for a part of it, and try this response again."
+    "Let the reward read the final answer alone, pay less for a part of it, and "
+    "try this response again."
 )
 
 
 def _hack(result: Paid, oracle: Paid, place: str) -> Finding:
     usual = result.policy.name == "usual answer"
     name = (
-        "data.one_answer" if usual else f"reward.hack_{re.sub(r'[^a-z]+', '_', result.policy.name.lower())}"
+        "data.one_answer"
+        if usual
+        else f"reward.hack_{re.sub(r'[^a-z]+', '_', result.policy.name.lower())}"
     )
     wrong_answer = WRONG_ANSWERS.get(result.policy.name, result.policy.name)
     return Finding(
@@ -199,7 +217,9 @@ def _example(result: Paid) -> str:
     return quote(max(scores, key=lambda score: score.reward).response)
 
 
-def _unpaid_answers(subject: Subject, oracle: Paid, drawn: Sequence[Drawn], middle: float) -> list[Finding]:
+def _unpaid_answers(
+    subject: Subject, oracle: Paid, drawn: Sequence[Drawn], middle: float
+) -> list[Finding]:
     findings = []
     unpaid = []
     for row, score in zip(drawn, oracle.scores, strict=True):
@@ -220,10 +240,14 @@ def _unpaid_answers(subject: Subject, oracle: Paid, drawn: Sequence[Drawn], midd
     return findings
 
 
-def _notations(panel: Sequence[Paid], oracle: Paid, lowest: float, place: str) -> list[Finding]:
+def _notations(
+    panel: Sequence[Paid], oracle: Paid, lowest: float, place: str
+) -> list[Finding]:
     middle = (lowest + oracle.mean) / 2
     unpaid = [
-        result for result in panel if result.policy.name.startswith("notation") and result.mean < middle
+        result
+        for result in panel
+        if result.policy.name.startswith("notation") and result.mean < middle
     ]
     findings = []
     boxes = [result for result in unpaid if "intermediate" in result.policy.name]
@@ -238,7 +262,11 @@ def _notations(panel: Sequence[Paid], oracle: Paid, lowest: float, place: str) -
                 f"{boxes[0].mean:.3g} for {_example(boxes[0])}, oracle: {oracle.mean:.3g}",
             )
         )
-    names = [result.policy.name.removeprefix("notation: ") for result in unpaid if result not in boxes]
+    names = [
+        result.policy.name.removeprefix("notation: ")
+        for result in unpaid
+        if result not in boxes
+    ]
     if names:
         findings.append(
             Finding(

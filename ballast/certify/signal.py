@@ -89,7 +89,11 @@ class Signal:
     @property
     def too_hard(self) -> list[int]:
         """Numbers of records that no sample got right, and whose rewards are all equal."""
-        return [group.number for group in self.groups if not group.right and not group.signal(self.samples)]
+        return [
+            group.number
+            for group in self.groups
+            if not group.right and not group.signal(self.samples)
+        ]
 
     @property
     def too_easy(self) -> list[int]:
@@ -128,7 +132,9 @@ class Signal:
         return cut / sum(len(group.rewards) for group in self.groups)
 
 
-def group_lines(lines: Iterable["Line"], numbers: Sequence[int], success: str, threshold: float) -> Signal:
+def group_lines(
+    lines: Iterable["Line"], numbers: Sequence[int], success: str, threshold: float
+) -> Signal:
     """Group lines of samples.jsonl by record. numbers: of the records, by their place in the job.
 
     success: the score that says whether a response is right. Failed rewards are left out.
@@ -146,8 +152,13 @@ def group_lines(lines: Iterable["Line"], numbers: Sequence[int], success: str, t
 
 def _group(number: int, lines: Sequence["Line"], success: str, threshold: float) -> Group:
     rewards = [line["reward"] for line in lines]
-    marks = [line["reward"] if success == "reward" else line["parts"].get(success, nan) for line in lines]
-    lengths = [line["response_tokens"] for line in lines if line["finish_reason"] != "length"]
+    marks = [
+        line["reward"] if success == "reward" else line["parts"].get(success, nan)
+        for line in lines
+    ]
+    lengths = [
+        line["response_tokens"] for line in lines if line["finish_reason"] != "length"
+    ]
     right = sum(mark >= threshold for mark in marks)
     return Group(number, rewards, right, lengths, len(lines) - len(lengths))
 
@@ -181,7 +192,9 @@ def check_signal(subject: Subject, certificate: Certificate) -> None:
     certificate.add_table("recommended", recommended_rows(signal))
     if subject.write:
         file = write_difficulty(subject, signal)
-        certificate.add_coverage("column difficulty", f"{file}, {len(signal.groups)} records")
+        certificate.add_coverage(
+            "column difficulty", f"{file}, {len(signal.groups)} records"
+        )
 
 
 def _sample(subject: Subject, policy: SmallPolicy, most: int) -> Signal:
@@ -204,7 +217,9 @@ def _sample(subject: Subject, policy: SmallPolicy, most: int) -> Signal:
         file = write_configuration(subject, policy, folder, chosen)
         request = JobRequest(file, output=folder / "samples", overrides=overrides)
         with handlers_kept(), Path(folder, "log").open("w") as log, redirect_stdout(log):
-            _, start = prepare_job(GenerateConfig, lambda job, done, *rest: lines.extend(done), request)
+            _, start = prepare_job(
+                GenerateConfig, lambda job, done, *rest: lines.extend(done), request
+            )
             start()
     config = subject.config.validation
     numbers = [policy.numbers[position] for position in chosen]
@@ -216,7 +231,11 @@ def signal_findings(signal: Signal, path: str, cap: int) -> list[Finding]:
     groups = len(signal.groups)
     findings = []
     for name, numbers, advice in (
-        ("too_hard", signal.too_hard, "leave these records out at first, or warm the policy up on solutions"),
+        (
+            "too_hard",
+            signal.too_hard,
+            "leave these records out at first, or warm the policy up on solutions",
+        ),
         ("too_easy", signal.too_easy, "leave these records out, or make them harder"),
     ):
         if len(numbers) > MOST_SILENT * groups:
@@ -285,11 +304,16 @@ def write_difficulty(subject: Subject, signal: Signal) -> Path:
     source = Path(first)
     stem = source.stem if source.exists() else "records"
     file = (
-        source.with_name(f"{stem}.difficulty.jsonl") if source.exists() else Path(f"{stem}.difficulty.jsonl")
+        source.with_name(f"{stem}.difficulty.jsonl")
+        if source.exists()
+        else Path(f"{stem}.difficulty.jsonl")
     )
     lines = []
     for group in signal.groups:
         record = subject.records[group.number - 1] | {DIFFICULTY: 1.0 - group.pass_at_1}
-        lines.append(json.dumps({name: value for name, value in record.items() if name != ANSWER}) + "\n")
+        lines.append(
+            json.dumps({name: value for name, value in record.items() if name != ANSWER})
+            + "\n"
+        )
     file.write_text("".join(lines), encoding="utf-8")
     return file

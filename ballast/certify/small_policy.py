@@ -51,7 +51,9 @@ def find_policy(subject: Subject) -> SmallPolicy:
     """Return the policy of --model, or the tiny one. Raises NoPolicyError, also if too few records fit it."""
     model = subject.model
     if not model and not (TINY / "config.json").is_file():
-        raise NoPolicyError(f"no small policy: give --model, or make the tiny one by `{MAKE_IT}`")
+        raise NoPolicyError(
+            f"no small policy: give --model, or make the tiny one by `{MAKE_IT}`"
+        )
     path = model or str(TINY)
     try:
         read_model_files(path, "--model")
@@ -76,7 +78,9 @@ def find_policy(subject: Subject) -> SmallPolicy:
     return SmallPolicy(path, records, numbers, unexpressed)
 
 
-def why_unexpressed(tokenizer: Any, record: Record, prompt_key: str, answer_key: str) -> str:
+def why_unexpressed(
+    tokenizer: Any, record: Record, prompt_key: str, answer_key: str
+) -> str:
     """Return why a tokenizer cannot express prompt and answer of a record, or ""."""
     prompt = record[prompt_key]
     if isinstance(prompt, list):
@@ -100,7 +104,9 @@ def _lost_characters(tokenizer: Any, text: str) -> str:
     if restore(text) == _plain(text):
         return ""
     characters = dict.fromkeys(_plain(text))
-    return "".join(character for character in characters if character not in restore(character))
+    return "".join(
+        character for character in characters if character not in restore(character)
+    )
 
 
 def _plain(text: str) -> str:
@@ -113,13 +119,17 @@ def spread(records: Sequence[Record], count: int) -> list[int]:
     return list(range(0, len(records), step))[:count]
 
 
-def write_configuration(subject: Subject, policy: SmallPolicy, folder: Path, chosen: Sequence[int]) -> Path:
+def write_configuration(
+    subject: Subject, policy: SmallPolicy, folder: Path, chosen: Sequence[int]
+) -> Path:
     """Write the records at positions `chosen` and a configuration that reads them. Returns its file."""
     data = write_records(subject, policy, folder, "records", chosen)
     config = subject.config
     config = replace(
         config,
-        data=replace(config.data, train=data, sources={}, shuffle=False, curriculum="", sampler=""),
+        data=replace(
+            config.data, train=data, sources={}, shuffle=False, curriculum="", sampler=""
+        ),
         model=replace(config.model, path=policy.path),
     )
     file = folder / "config.yaml"
@@ -145,5 +155,7 @@ def room(subject: Subject, policy: SmallPolicy) -> int:
     if most is None:
         return wanted
     tokenizer = load_tokenizer(policy.path)
-    longest = max(len(tokenizer.encode(str(record[subject.prompt_key]))) for record in policy.records)
+    longest = max(
+        len(tokenizer.encode(str(record[subject.prompt_key]))) for record in policy.records
+    )
     return max(1, min(wanted, most - longest))

@@ -30,7 +30,14 @@ from workers.user_code.task_sources import package_of
 
 NO_MODEL = "no-model"  # model.path if neither configuration nor command line names a model
 ANSWER_COLUMNS = (
-    *("answer", "solution", "ground_truth", "reward_model.ground_truth", "extra_info.answer", "expected"),
+    *(
+        "answer",
+        "solution",
+        "ground_truth",
+        "reward_model.ground_truth",
+        "extra_info.answer",
+        "expected",
+    ),
     *("expected_answer", "final_answer", "target", "label", "reference", "gold"),
 )
 """Columns that hold a record's answer in common data sets, by preference. A dot leads into a mapping."""
@@ -89,7 +96,11 @@ class Subject:
 
 
 def make_config(
-    path: Path | None, environment: str, reward: str, data: str, overrides: Sequence[str] = ()
+    path: Path | None,
+    environment: str,
+    reward: str,
+    data: str,
+    overrides: Sequence[str] = (),
 ) -> Config:
     """Load the configuration, or make one of the command line's parts. Raises ConfigError."""
     settings = [] if path and _names_model(path) else [f"model.path={NO_MODEL}"]
@@ -140,7 +151,17 @@ def read_subject(config: Config, name: str, answer_key: str = "") -> Subject:
     problems.raise_all()
     answers = _answer_key(config, first, functions, answer_key)
     return Subject(
-        config, name, train, held_out, answers, refused, functions, environment, agent, tools, parser
+        config,
+        name,
+        train,
+        held_out,
+        answers,
+        refused,
+        functions,
+        environment,
+        agent,
+        tools,
+        parser,
     )
 
 
@@ -162,10 +183,18 @@ def _read(config: Config, path: str, refused: list[tuple[str, str]]) -> list[Rec
 
 def _clean(record: Record, place: str, prompt_key: str, image_key: str) -> Record:
     if prompt_key not in record:
-        raise DataError(f"{place} has no {prompt_key!r}. Set data.prompt_key to the prompt's column.")
-    prompt, images = with_images(clean_prompt(record[prompt_key], place), record.get(image_key), place)
+        raise DataError(
+            f"{place} has no {prompt_key!r}. Set data.prompt_key to the prompt's column."
+        )
+    prompt, images = with_images(
+        clean_prompt(record[prompt_key], place), record.get(image_key), place
+    )
     check_not_blank(prompt, place)
-    return record | {prompt_key: prompt} | ({image_key: images} if images and image_key else {})
+    return (
+        record
+        | {prompt_key: prompt}
+        | ({image_key: images} if images and image_key else {})
+    )
 
 
 def _find_environment(config: Config) -> bytes:
@@ -182,11 +211,15 @@ def _find_rewards(config: Config, first: Record) -> list[RewardFunction]:
     for name, weight in config.reward.weights.items():
         function = import_function(config, quiet, key, name)
         columns = requested_columns(function.signature, example, name, key=key)
-        functions.append(RewardFunction(name.rpartition(":")[2], weight, function.packed, columns))
+        functions.append(
+            RewardFunction(name.rpartition(":")[2], weight, function.packed, columns)
+        )
     return functions
 
 
-def _answer_key(config: Config, first: Record, functions: Sequence[RewardFunction], answer_key: str) -> str:
+def _answer_key(
+    config: Config, first: Record, functions: Sequence[RewardFunction], answer_key: str
+) -> str:
     """Return the column that is named, or of a usual name: one that the reward takes comes first."""
     if answer_key and value_at(first, answer_key) is None:
         raise ConfigError(

@@ -86,7 +86,9 @@ def check_training(subject: Subject, certificate: Certificate) -> None:
         folder = Path(name)
         held_out = _held_out(subject, policy)
         if len(held_out.records) < FEWEST:
-            certificate.skip(CHECK, f"{len(held_out.records)} held-out records: fewer than {FEWEST}")
+            certificate.skip(
+                CHECK, f"{len(held_out.records)} held-out records: fewer than {FEWEST}"
+            )
             return
         problem = _fit(folder, settings_of(subject, policy, held_out, folder))
         if problem:
@@ -98,7 +100,9 @@ def check_training(subject: Subject, certificate: Certificate) -> None:
     score, oracle = curves(validations, len(held_out.records), samples)
     certificate.add(*training_findings(score, oracle, subject, samples))
     over = f"{STEPS} steps of {PROMPTS} prompts, {len(held_out.records)} held-out records"
-    certificate.add_coverage(CHECK, over, f"the policy {policy.path}, not the model of {config.model.path}")
+    certificate.add_coverage(
+        CHECK, over, f"the policy {policy.path}, not the model of {config.model.path}"
+    )
     certificate.add_table("train", curve_rows(score, oracle))
 
 
@@ -127,21 +131,33 @@ def _held_out(subject: Subject, policy: SmallPolicy) -> SmallPolicy:
     return SmallPolicy(policy.path, rows, list(range(1, len(rows) + 1)))
 
 
-def settings_of(subject: Subject, policy: SmallPolicy, held_out: SmallPolicy, folder: Path) -> dict[str, Any]:
+def settings_of(
+    subject: Subject, policy: SmallPolicy, held_out: SmallPolicy, folder: Path
+) -> dict[str, Any]:
     """Return the settings of a small run. What plays and pays samples is the subject's."""
     config = subject.config
     held = [record[subject.prompt_key] for record in held_out.records]
     positions = [
-        position for position, record in enumerate(policy.records) if record[subject.prompt_key] not in held
+        position
+        for position, record in enumerate(policy.records)
+        if record[subject.prompt_key] not in held
     ]
     files = {
         "train": write_records(subject, policy, folder, "train", positions),
-        "validation": write_records(subject, held_out, folder, "validation", range(len(held))),
+        "validation": write_records(
+            subject, held_out, folder, "validation", range(len(held))
+        ),
     }
     new_tokens = room(subject, policy)
     weights = {**config.reward.weights, ORACLE: 0.0}
     return {
-        "run": {"dir": str(folder), "name": "train", "steps": STEPS, "seed": 0, "record_samples": True},
+        "run": {
+            "dir": str(folder),
+            "name": "train",
+            "steps": STEPS,
+            "seed": 0,
+            "record_samples": True,
+        },
         "model": {"path": policy.path},
         "data": {
             **files,
@@ -158,7 +174,10 @@ def settings_of(subject: Subject, policy: SmallPolicy, held_out: SmallPolicy, fo
         },
         "reward": {"functions": weights, "timeout_s": config.reward.timeout_s},
         "validation": {"every": EVERY, "at_start": True},
-        "policy": {"max_tokens_per_micro_batch": 4096, "optimizer": {"learning_rate": 2.0e-4}},
+        "policy": {
+            "max_tokens_per_micro_batch": 4096,
+            "optimizer": {"learning_rate": 2.0e-4},
+        },
     }
 
 
@@ -168,7 +187,9 @@ def _fit(folder: Path, settings: Mapping[str, Any]) -> str:
     file.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
     command = [sys.executable, "-m", "controller.fit", "--config", str(file)]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"it took more than {TIME_LIMIT_S:g} s"
     if ended.returncode == 0:
@@ -184,7 +205,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def curves(
-    validations: Sequence[Mapping[str, Any]], prompts: int, samples: Sequence[Mapping[str, Any]]
+    validations: Sequence[Mapping[str, Any]],
+    prompts: int,
+    samples: Sequence[Mapping[str, Any]],
 ) -> tuple[Curve, Curve]:
     """Return score and oracle by step. prompts: held-out ones.
 
@@ -195,7 +218,9 @@ def curves(
     rewards = [sample["reward"] for sample in samples]
     spread_of_rewards = (max(rewards) - min(rewards)) / 2 if rewards else 0.5
     scale = DEVIATIONS * sqrt(2 / prompts)
-    score = Curve(steps, [row[SCORE_METRIC] for row in validations], scale * spread_of_rewards)
+    score = Curve(
+        steps, [row[SCORE_METRIC] for row in validations], scale * spread_of_rewards
+    )
     oracle = Curve(steps, [row[ORACLE_METRIC] for row in validations], scale * 0.5)
     return score, oracle
 
@@ -251,13 +276,17 @@ def exploits(samples: Sequence[Mapping[str, Any]], subject: Subject) -> list[str
     """
     answers = {str(record[subject.prompt_key]): record for record in subject.records}
     last_step = max((sample["step"] for sample in samples), default=0)
-    first = [sample["reward"] for sample in samples if sample["step"] <= max(1, last_step // 3)]
+    first = [
+        sample["reward"] for sample in samples if sample["step"] <= max(1, last_step // 3)
+    ]
     before = fmean(first) if first else 0.0
     best: dict[str, Mapping[str, Any]] = {}
     for sample in samples:
         prompt = str(sample["prompt"])
         answer = answer_of(answers.get(prompt, {}), subject.answer_key)
-        if 3 * sample["step"] <= 2 * last_step or certified_answer(sample["response"], answer):
+        if 3 * sample["step"] <= 2 * last_step or certified_answer(
+            sample["response"], answer
+        ):
             continue
         if prompt not in best or sample["reward"] > best[prompt]["reward"]:
             best[prompt] = sample

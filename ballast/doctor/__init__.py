@@ -49,12 +49,19 @@ def examine(options: Namespace, report: Report) -> None:
     checked = config or load(None, ANYWHERE)
     connected = False
     with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
-        with report.guarding("Ray", "see docs/troubleshooting.md", verbose=False), ExitStack() as stack:
+        with (
+            report.guarding("Ray", "see docs/troubleshooting.md", verbose=False),
+            ExitStack() as stack,
+        ):
             with looking_at("Ray"):
-                stack.enter_context(ray_session(checked, Console(rich.console.Console(quiet=True))))
+                stack.enter_context(
+                    ray_session(checked, Console(rich.console.Console(quiet=True)))
+                )
             connected = True
             of_a_run = bool(config and options.config)
-            check_cluster(checked, report, Path(folder), of_a_run=of_a_run, model=options.model)
+            check_cluster(
+                checked, report, Path(folder), of_a_run=of_a_run, model=options.model
+            )
         if not connected:
             check_this_machine(checked, report)
 
@@ -89,13 +96,24 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the run's settings: its models and its folder"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the run's settings: its models and its folder",
     )
     parser.add_argument(
-        "--model", default="", metavar="PATH", help="for the engine and the rank (a tiny random one)"
+        "--model",
+        default="",
+        metavar="PATH",
+        help="for the engine and the rank (a tiny random one)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and lines on stderr")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+        "--json", action="store_true", help="print one JSON object, and lines on stderr"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.sub=value",
+        help="settings that replace the file's",
     )
     return parser.parse_intermixed_args(arguments)

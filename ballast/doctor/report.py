@@ -74,7 +74,10 @@ class Report:
             self.add(fail(name, cause_of(error)[:LONGEST_TEXT], advice))
 
     def to_json(self) -> dict[str, Any]:
-        findings = [asdict(finding) | {"status": finding.status.value.lower()} for finding in self.findings]
+        findings = [
+            asdict(finding) | {"status": finding.status.value.lower()}
+            for finding in self.findings
+        ]
         return {"exit_code": self.exit_code, "findings": findings}
 
     @property
@@ -96,10 +99,14 @@ def merge_findings(by_node: dict[str, list[Finding]]) -> list[Finding]:
     for node, findings in by_node.items():
         for finding in findings:
             nodes.setdefault(finding, []).append(node)
-    order = list(dict.fromkeys(finding.name for findings in by_node.values() for finding in findings))
+    order = list(
+        dict.fromkeys(finding.name for findings in by_node.values() for finding in findings)
+    )
     return [
         replace(finding, name=f"{finding.name} ({_of(node_names, len(by_node))})")
-        for finding, node_names in sorted(nodes.items(), key=lambda item: order.index(item[0].name))
+        for finding, node_names in sorted(
+            nodes.items(), key=lambda item: order.index(item[0].name)
+        )
     ]
 
 

@@ -31,11 +31,22 @@ from workers.roles.base import Worker
 REDUCED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 REPEATS = 5
 SLOW_GB_PER_S = 5.0  # bytes of an all-reduce over GPUs
-TOKENS = ("<pad>", "<eos>", "<unk>", *string.ascii_letters, *string.digits)  # vocabulary of the tiny model
+TOKENS = (
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    *string.ascii_letters,
+    *string.digits,
+)  # vocabulary of the tiny model
 SETTINGS = (
     *("run.name=doctor", "run.steps=2", "run.checkpoint_every=0", "run.max_restarts=0"),
     *("tracking.tensorboard=false", "tracking.timeline=false"),
-    *("batch.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.workers=1", "rollout.replicas=1"),
+    *(
+        "batch.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "reward.workers=1",
+        "rollout.replicas=1",
+    ),
     *(
         "data.max_prompt_tokens=64",
         "rollout.sampling.max_new_tokens=32",
@@ -69,7 +80,9 @@ class LinkWorker(Worker):
             dist.barrier()
             start = time.perf_counter()
             dist.all_reduce(numbers)
-            largest = max(largest, float(numbers.max()))  # on a GPU this waits for the result
+            largest = max(
+                largest, float(numbers.max())
+            )  # on a GPU this waits for the result
             durations.append(time.perf_counter() - start)
         return median(durations[1:]), largest
 
@@ -85,7 +98,9 @@ def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
     share = Share(config.resources.cpus_per_worker, float(config.uses_gpus))
     bundle = {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {})
     with ExitStack() as stack:
-        bundles = reserve(Pool("doctor", (bundle,) * ranks, "SPREAD"), resources.placement_timeout_s)
+        bundles = reserve(
+            Pool("doctor", (bundle,) * ranks, "SPREAD"), resources.placement_timeout_s
+        )
         stack.callback(bundles.release)
         group = WorkerGroup(
             "link",
@@ -111,12 +126,17 @@ def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Findin
     for rank, (_, total) in enumerate(measured):
         if total != ranks:
             text = f"rank {rank} got {total:g} where {ranks} ones add up to {ranks}"
-            return fail("all-reduce", text, "the network or a GPU corrupts data. Test the node of that rank")
+            return fail(
+                "all-reduce",
+                text,
+                "the network or a GPU corrupts data. Test the node of that rank",
+            )
     seconds = max(seconds for seconds, _ in measured)
     rate = 2 * (ranks - 1) / ranks * size / seconds / 1e9
     backend = "nccl" if device == "cuda" else "gloo"
     text = (
-        f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
+        f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in "
+        f"{seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
     )
     if device == "cuda" and rate < SLOW_GB_PER_S:
         advice = (
@@ -151,12 +171,14 @@ def tiny_model(folder: Path) -> str:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokens = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>")
+        models.WordLevel(
+            {token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>"
+        )
     )
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>", pad_token="<pad>").save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -171,16 +193,23 @@ def settings_for(run_config: Config, model: str, folder: Path) -> Config:
     Devices, placement and dtype follow `run_config`.
     """
     prompts = [{"prompt": string.ascii_letters[row : row + 16]} for row in range(8)]
-    (folder / "train.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    (folder / "train.jsonl").write_text(
+        "".join(f"{json.dumps(prompt)}\n" for prompt in prompts)
+    )
     (folder / "reward.py").write_text(REWARD)
     files = (
         f"run.dir={folder}",
         f"data.train={folder}/train.jsonl",
         f"reward.function={folder}/reward.py:reward",
     )
-    config = load(None, [*SETTINGS, *ENGINE[run_config.device], *files, f"model.path={model}"])
+    config = load(
+        None, [*SETTINGS, *ENGINE[run_config.device], *files, f"model.path={model}"]
+    )
     config.resources = run_config.resources
-    config.rollout.placement, config.model.dtype = run_config.rollout.placement, run_config.model.dtype
+    config.rollout.placement, config.model.dtype = (
+        run_config.rollout.placement,
+        run_config.model.dtype,
+    )
     return config
 
 
@@ -195,26 +224,38 @@ def train_two_steps(config: Config, report: Report) -> None:
 
     start = time.monotonic()
     quiet = Console(rich.console.Console(quiet=True))
-    with training(config, read_inputs(config, quiet.note), quiet) as run, suppress(_Complete):
+    with (
+        training(config, read_inputs(config, quiet.note), quiet) as run,
+        suppress(_Complete),
+    ):
         report.add(
-            ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}")
+            ok(
+                "engine and rank",
+                f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}",
+            )
         )
         train(run, step, [keep])
     metrics_before, metrics_after = steps
     report.add(ok("log-probs before an update", _difference(metrics_before, config)))
     text = (
-        f"{_difference(metrics_after, config)}; weights were sent in {metrics_before['time/weights_s']:.2f} s"
+        f"{_difference(metrics_after, config)}; weights were sent in "
+        f"{metrics_before['time/weights_s']:.2f} s"
     )
     if metrics_before["policy/grad_norm"] > 0:
         report.add(ok("log-probs after it", text))
     else:
         report.add(
-            warn("log-probs after it", text, "the update changed nothing to compare. Take another --model")
+            warn(
+                "log-probs after it",
+                text,
+                "the update changed nothing to compare. Take another --model",
+            )
         )
 
 
 def _difference(metrics: dict[str, float], config: Config) -> str:
     mean, largest = (metrics[f"policy/rollout_mismatch_{name}"] for name in ("mean", "max"))
     return (
-        f"engine and rank differ by {mean:.1e} nats a token, at most {largest:.1e}, in {config.compute_dtype}"
+        f"engine and rank differ by {mean:.1e} nats a token, at most "
+        f"{largest:.1e}, in {config.compute_dtype}"
     )

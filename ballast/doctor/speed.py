@@ -32,7 +32,8 @@ def speed(*, cuda: bool) -> Finding:
     finally:
         torch.set_num_threads(threads)
     return ok(
-        "speed", f"{tflops:.2g} TFLOP/s in products, {copied:.2g} GB/s of memory, {1e6 * call:.2g} us a call"
+        "speed",
+        f"{tflops:.2g} TFLOP/s in products, {copied:.2g} GB/s of memory, {1e6 * call:.2g} us a call",
     )
 
 

@@ -28,5 +28,8 @@ def open(
     """
     settings = load_settings(Config, config, overrides)
     give_data(settings, train, validation)
-    with handlers_kept(), prepare_run(settings, give_rewards(settings.reward, reward))() as run:
+    with (
+        handlers_kept(),
+        prepare_run(settings, give_rewards(settings.reward, reward))() as run,
+    ):
         yield run

@@ -47,18 +47,24 @@ class Lanes:
         """colocated: engines and ranks share GPUs, so that training waits for samples."""
         self._engines = engines
         self._colocated = colocated
-        self._orders: queue.SimpleQueue[_Order | bool] = queue.SimpleQueue()  # True wakes, False ends
+        self._orders: queue.SimpleQueue[_Order | bool] = (
+            queue.SimpleQueue()
+        )  # True wakes, False ends
         self._waiting = list[_Order]()
         self._rounds = list[tuple[SamplingRound, _Order]]()
         self._both = threading.Lock()
         self._training = ThreadPoolExecutor(1, "training")
-        self._sampling = threading.Thread(target=self._sample_all, name="sampling", daemon=True)
+        self._sampling = threading.Thread(
+            target=self._sample_all, name="sampling", daemon=True
+        )
         self._sampling.start()
 
     def train(self, work: Callable[[], Found]) -> Future[Found]:
         return self._alone(work) if self._colocated else self._training.submit(work)
 
-    def sample(self, begin: Callable[[], SamplingRound], adapter: str = "") -> Future[RolloutBatch]:
+    def sample(
+        self, begin: Callable[[], SamplingRound], adapter: str = ""
+    ) -> Future[RolloutBatch]:
         return self._ordered(_Order(begin, None, adapter))
 
     def both(
@@ -146,19 +152,29 @@ class Lanes:
 
     def _waits(self, order: _Order) -> bool:
         if order.begin is not None:
-            return any(earlier_order.work and earlier_order.meets(order) for earlier_order in self._waiting)
+            return any(
+                earlier_order.work and earlier_order.meets(order)
+                for earlier_order in self._waiting
+            )
         if not order.may_begin() or any(
-            earlier_order.work or earlier_order.meets(order) for earlier_order in self._waiting
+            earlier_order.work or earlier_order.meets(order)
+            for earlier_order in self._waiting
         ):
             return True
         gone = None if order.replaced is None else order.replaced()
-        met = [sampling_round for sampling_round, earlier_order in self._rounds if earlier_order.meets(order)]
+        met = [
+            sampling_round
+            for sampling_round, earlier_order in self._rounds
+            if earlier_order.meets(order)
+        ]
         return any(gone is None or sampling_round.adapter in gone for sampling_round in met)
 
     def _pump(self) -> None:
         try:
             self._engines.pump(PUMP_SECONDS)
-        except BaseException as error:  # of an engine that cannot be replaced: no round will end
+        except (
+            BaseException
+        ) as error:  # of an engine that cannot be replaced: no round will end
             for sampling_round, order in self._rounds:
                 sampling_round.end()
                 order.future.set_exception(error)

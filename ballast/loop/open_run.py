@@ -77,8 +77,12 @@ class OpenRun:
         self._run = run
         self._renderer = renderer
         self._rules = rules
-        self._lanes = Lanes(run.roles.rollouts, colocated=run.config.rollout_placement == "colocated")
-        self._own = itertools.count(-2, -1)  # uids of own prompts, apart from places in the stream
+        self._lanes = Lanes(
+            run.roles.rollouts, colocated=run.config.rollout_placement == "colocated"
+        )
+        self._own = itertools.count(
+            -2, -1
+        )  # uids of own prompts, apart from places in the stream
         self._means = dict[str, _Mean]()
         self._since = _Open()
         self._step = ExitStack()
@@ -147,18 +151,32 @@ class OpenRun:
         step = self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in parsed_prompts}
         settings = sampling or self.config.rollout.sampling
-        begin = partial(SamplingRound, run.buffer, parsed_prompts, n, settings, step, seed, adapter, version)
+        begin = partial(
+            SamplingRound,
+            run.buffer,
+            parsed_prompts,
+            n,
+            settings,
+            step,
+            seed,
+            adapter,
+            version,
+        )
         future = self._lanes.sample(begin, adapter)
         return _then(future, partial(self._make_samples, by_uid, record))
 
-    def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[PassResult]:
+    def forward(
+        self, batch: RemoteBatch, role: str = "policy", *, adapter: str = ""
+    ) -> Future[PassResult]:
         """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them.
 
         adapter: name of the policy, with model.lora.policies above 1, here and below.
         """
         method = self._role(role, "reference", adapter=adapter)
         call = self.config.spec(role).forward_pass
-        return self._lanes.train(lambda: self._forward(method(call), batch, f"{role}.{call}"))
+        return self._lanes.train(
+            lambda: self._forward(method(call), batch, f"{role}.{call}")
+        )
 
     def forward_backward(
         self,
@@ -185,7 +203,9 @@ class OpenRun:
         if not isinstance(settings, SUMS):
             self._count(batch, chosen, settings, f"{role} {adapter}")
         full_batch = with_columns(batch, columns or {})
-        return self._lanes.train(lambda: self._backward(method, full_batch, chosen, settings, role))
+        return self._lanes.train(
+            lambda: self._backward(method, full_batch, chosen, settings, role)
+        )
 
     def step(
         self, role: str = "policy", *, adapter: str = "", **settings: float | None
@@ -212,7 +232,11 @@ class OpenRun:
             return self._run.weight_version
 
         return self._lanes.both(
-            send, adapter, partial(self._run.roles.rollouts.versions_to_replace, adapter) if adapter else None
+            send,
+            adapter,
+            partial(self._run.roles.rollouts.versions_to_replace, adapter)
+            if adapter
+            else None,
         )
 
     def validate(self) -> Future[dict[str, float]]:
@@ -240,7 +264,9 @@ class OpenRun:
 
         def load() -> None:
             for role, method in methods.items():
-                method("load_checkpoint")(str(folder / role), optimizer=optimizer, policy=adapter)
+                method("load_checkpoint")(
+                    str(folder / role), optimizer=optimizer, policy=adapter
+                )
 
         return self._lanes.train(load)
 
@@ -262,10 +288,17 @@ class OpenRun:
         """Wait for training's calls, give up samples, and write summary.json."""
         self._lanes.close()
         self._step.close()
-        outcome = Outcome(self._run.progress.before, self._run.progress.latest, tuple(self._rows), self.steps)
+        outcome = Outcome(
+            self._run.progress.before,
+            self._run.progress.latest,
+            tuple(self._rows),
+            self.steps,
+        )
         self._run.record.writer.summary(outcome.summary())
 
-    def _role(self, role: str, *other_roles: str, adapter: str = "") -> Callable[[str], Any]:
+    def _role(
+        self, role: str, *other_roles: str, adapter: str = ""
+    ) -> Callable[[str], Any]:
         """Return a function that finds a role's methods by name, of the LoRA policy `adapter` if there are
         several.
 
@@ -275,11 +308,15 @@ class OpenRun:
         policies = self.config.model.lora.policies
         if bool(adapter) != (role == "policy" and policies > 1):
             fix = "Leave it out" if adapter else "Name the policy"
-            raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
+            raise ConfigError(
+                f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}."
+            )
         if role == "reference" and role in other_roles:
             return roles.reference_method
         if role not in roles.trained:
-            raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
+            raise ConfigError(
+                f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them."
+            )
         return partial(_method, roles.trained[role], adapter and _check_name(adapter))
 
     def _loss(self, loss: Any, role: str) -> Any:
@@ -299,7 +336,9 @@ class OpenRun:
                 "importance_sampling."
             )
         if mean.taken[rows].any():
-            raise ConfigError("rows: some were computed since the last step. Pass each row once.")
+            raise ConfigError(
+                "rows: some were computed since the last step. Pass each row once."
+            )
         mean.taken[rows] = True
 
     def _meta(self) -> dict[str, Any]:
@@ -318,7 +357,10 @@ class OpenRun:
         record = dict(prompt) if isinstance(prompt, Mapping) else {key: prompt}
         rules = replace(self._rules, overlong_prompts="error")
         return replace(
-            PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(0), uid=uid
+            PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(
+                0
+            ),
+            uid=uid,
         )
 
     def _make_samples(
@@ -328,9 +370,9 @@ class OpenRun:
         rollout = buffer.shape_rewards(buffer.without_dropped(sampled_batch))
         batch = with_record_columns(rollout.rows, by_uid, self.config.loss_columns)
         groups = np.unique(batch["uid"], return_inverse=True)[1]
-        batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch)).with_meta(
-            **self._meta()
-        )
+        batch = batch.with_columns(
+            group_number=groups, sample_number=sample_numbers(batch)
+        ).with_meta(**self._meta())
         if record:
             self._since.rollouts.append(rollout)
             self._since.prompts |= by_uid
@@ -345,7 +387,9 @@ class OpenRun:
         }
 
     def _forward(self, method: Any, batch: RemoteBatch, pass_name: str) -> PassResult:
-        if pass_name not in self.config.limits:  # of a LoRA policy's reference, without a KL
+        if (
+            pass_name not in self.config.limits
+        ):  # of a LoRA policy's reference, without a KL
             pass_name = "policy.log_probs"
         plan = self._run.planner.forward_plan(batch, pass_name)
         with on_training_roles(self._run, "log_probs"):
@@ -353,7 +397,12 @@ class OpenRun:
         return PassResult(results(outputs.metrics), outputs.tokens)
 
     def _backward(
-        self, method: Callable[[str], Any], batch: RemoteBatch, rows: np.ndarray, loss: Any, role: str
+        self,
+        method: Callable[[str], Any],
+        batch: RemoteBatch,
+        rows: np.ndarray,
+        loss: Any,
+        role: str,
     ) -> PassResult:
         part, plan = part_of(self._run, batch, rows, f"{role}.update")
         with on_training_roles(self._run, "update"):
@@ -370,7 +419,9 @@ class OpenRun:
             self._since.updates.append(metrics)
         return PassResult(results(metrics), tokens)
 
-    def _take_step(self, method: Callable[[str], Any], settings: StepSettings, role: str) -> dict[str, float]:
+    def _take_step(
+        self, method: Callable[[str], Any], settings: StepSettings, role: str
+    ) -> dict[str, float]:
         with on_training_roles(self._run, "update"):
             metrics: Metrics = method("optimizer_step")(settings)
         self._run.record.add(add_prefix(role, results(metrics)))
@@ -379,7 +430,9 @@ class OpenRun:
         return results(metrics)
 
     def _begin_step(self) -> None:
-        self._step.enter_context(self._run.record.step(self._run.number, self._run.last_step))
+        self._step.enter_context(
+            self._run.record.step(self._run.number, self._run.last_step)
+        )
 
     def _end_step(self) -> None:
         run = self._run
@@ -389,13 +442,19 @@ class OpenRun:
         record.add(add_prefix("policy", results(merge(since.updates))))
         if since.rollouts:
             rollout = RolloutBatch.concat(since.rollouts)
-            record.samples(rollout, rollout.rows, partial(self._prompt_texts, since.prompts))
+            record.samples(
+                rollout, rollout.rows, partial(self._prompt_texts, since.prompts)
+            )
             record.add(rollout.metrics())
         if since.trained is not None:
             record.trains_on(since.trained)
         TrainingRun.step_finished(run)
         self._step.close()
-        trained = update_throughput(record.trained, record.seconds) if since.trained is not None else {}
+        trained = (
+            update_throughput(record.trained, record.seconds)
+            if since.trained is not None
+            else {}
+        )
         self._rows += [record.metrics] * bool(trained)
         end_step(run, record.times() | trained)
         self._begin_step()
@@ -404,9 +463,14 @@ class OpenRun:
         """Return functions as of `_role`, of one policy or of all trained roles."""
         if adapter:
             return {"policy": self._role("policy", adapter=adapter)}
-        return {role: partial(_method, group, "") for role, group in self._run.roles.trained.items()}
+        return {
+            role: partial(_method, group, "")
+            for role, group in self._run.roles.trained.items()
+        }
 
-    def _save(self, folder: Path, methods: Mapping[str, Callable[[str], Any]], adapter: str) -> Path:
+    def _save(
+        self, folder: Path, methods: Mapping[str, Callable[[str], Any]], adapter: str
+    ) -> Path:
         run = self._run
         state = replace(run.progress, **run.state()).to_json()
         for role, method in methods.items():
@@ -430,7 +494,9 @@ def _method(group: Any, adapter: str, name: str) -> Any:
 def _check_name(name: str) -> str:
     """Raise ConfigError for a name that is not one of a file in the run's folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ConfigError(f"name={name!r}: only letters, digits, `_`, `.` and `-` make a name. Change it.")
+        raise ConfigError(
+            f"name={name!r}: only letters, digits, `_`, `.` and `-` make a name. Change it."
+        )
     return name
 
 

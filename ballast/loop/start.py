@@ -14,7 +14,12 @@ from controller.config.conditions import leave_out_cpu_settings
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.fit import training
 from controller.lifecycle.session import naming_what_is_left, ray_session, ready, report
-from controller.lifecycle.tokenized_inputs import Inputs, inputs_without_data, prompt_renderer, read_inputs
+from controller.lifecycle.tokenized_inputs import (
+    Inputs,
+    inputs_without_data,
+    prompt_renderer,
+    read_inputs,
+)
 from controller.observability.console import Console
 from controller.observability.run_log import run_log
 from controller.observability.slow_work import Log
@@ -46,7 +51,11 @@ def prepare_run(
         )
 
     def read(log: Log) -> Inputs:
-        return read_inputs(config, log, functions) if config.has_data else inputs_without_data(config)
+        return (
+            read_inputs(config, log, functions)
+            if config.has_data
+            else inputs_without_data(config)
+        )
 
     inputs, console = ready(config, read)
     return partial(_start, config, inputs, console, lock_run(config, lambda: None))

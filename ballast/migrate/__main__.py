@@ -21,9 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "Translate a configuration of verl, TRL or another system into settings of ours. Nothing is run."
         ),
     )
-    parser.add_argument("--output", type=Path, help="file to write instead of printing the YAML")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file of --output if it exists")
-    options, source = parser.parse_known_args(None if arguments is None else list(arguments))
+    parser.add_argument(
+        "--output", type=Path, help="file to write instead of printing the YAML"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file of --output if it exists"
+    )
+    options, source = parser.parse_known_args(
+        None if arguments is None else list(arguments)
+    )
     if not source:
         parser.error("name a file, or give a command in quotes")
     from ballast.migrate.reading import read_recipe
@@ -53,15 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(migration.without)} keys without a counterpart",
         f"{len(migration.unknown)} unknown",
     )
-    print(f"{migration.system}: {', '.join(counts)}. The YAML's first comments list them", file=sys.stderr)
+    print(
+        f"{migration.system}: {', '.join(counts)}. The YAML's first comments list them",
+        file=sys.stderr,
+    )
     return 0
 
 
 def _check_output(output: Path, source: Sequence[str], *, overwrite: bool) -> None:
     if any(Path(word).exists() and output.samefile(word) for word in source):
-        raise ConfigError(f"--output={output}: it is the file to translate. Name another file.")
+        raise ConfigError(
+            f"--output={output}: it is the file to translate. Name another file."
+        )
     if not overwrite:
-        raise ConfigError(f"--output={output}: the file exists. Name another file, or add --overwrite.")
+        raise ConfigError(
+            f"--output={output}: the file exists. Name another file, or add --overwrite."
+        )
 
 
 if __name__ == "__main__":

@@ -33,12 +33,20 @@ class Command:
 
 
 FIT = Command("controller.fit", Config, "batch.prompts_per_step", "reinforcement learning")
-SFT = Command("controller.sft", SftConfig, "batch.sequences_per_step", "supervised fine-tuning")
+SFT = Command(
+    "controller.sft", SftConfig, "batch.sequences_per_step", "supervised fine-tuning"
+)
 PREFERENCES = Command(
-    "controller.preferences", PreferencesConfig, "batch.pairs_per_step", "preference optimisation"
+    "controller.preferences",
+    PreferencesConfig,
+    "batch.pairs_per_step",
+    "preference optimisation",
 )
 REWARD_MODEL = Command(
-    "controller.reward_model", RewardTrainingConfig, "batch.records_per_step", "a reward model"
+    "controller.reward_model",
+    RewardTrainingConfig,
+    "batch.records_per_step",
+    "a reward model",
 )
 EVALUATION = Command("ballast.sampling_commands.evaluate", EvaluateConfig, "", "evaluation")
 DISTILLATION = replace(FIT, title="distillation")
@@ -62,7 +70,12 @@ PROGRAMS = (
     ("AReaL", SFT, r"(?:gsm8k|clevr_count_70k)_sft\.py", ("train_dataset.type=sft",)),
     ("AReaL", PREFERENCES, r"hhrlhf_dpo\.py", ("train_dataset.type=dpo",)),
     ("AReaL", REWARD_MODEL, r"hhrlhf_rw\.py", ("train_dataset.type=rw",)),
-    ("slime", SFT, r"slime\.rollout\.sft_rollout\S*|miles\.rollout\.sft_rollout\S*|sft_loss", ()),
+    (
+        "slime",
+        SFT,
+        r"slime\.rollout\.sft_rollout\S*|miles\.rollout\.sft_rollout\S*|sft_loss",
+        (),
+    ),
     ("prime-rl", SFT, r"\buv run sft\b", ("data.seq_len",)),
     ("verl", SFT, r"verl\.trainer\.\w*sft_trainer\w*", ()),
     ("OpenRLHF", SFT, r"openrlhf\.cli\.train_sft", ()),
@@ -85,12 +98,26 @@ NOT_TRANSLATED = (
     ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
     ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
     ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
-    ("ROLL", DISTILLATION, r"start_distill(?:_vl)?_pipeline", ("student_pretrain", "teacher_pretrain")),
+    (
+        "ROLL",
+        DISTILLATION,
+        r"start_distill(?:_vl)?_pipeline",
+        ("student_pretrain", "teacher_pretrain"),
+    ),
 )
 """System, command, program, and beginnings of key=value: a recipe that has all of them is refused."""
 
 BY_KEYS = (
-    ("verl", SFT, ("model.partial_pretrain", "data.multiturn.enable", "data.messages_key", "optim.lr")),
+    (
+        "verl",
+        SFT,
+        (
+            "model.partial_pretrain",
+            "data.multiturn.enable",
+            "data.messages_key",
+            "optim.lr",
+        ),
+    ),
     (
         "OpenRLHF",
         PREFERENCES,
@@ -99,14 +126,29 @@ BY_KEYS = (
     (
         "OpenRLHF",
         REWARD_MODEL,
-        ("ds.value_head_prefix", "model.loss_type", "value_head_prefix", "compute_fp32_loss"),
+        (
+            "ds.value_head_prefix",
+            "model.loss_type",
+            "value_head_prefix",
+            "compute_fp32_loss",
+        ),
     ),
-    ("OpenRLHF", SFT, ("data.multiturn", "data.output_key", "output_key", "model.pretrain_mode_enable")),
+    (
+        "OpenRLHF",
+        SFT,
+        ("data.multiturn", "data.output_key", "output_key", "model.pretrain_mode_enable"),
+    ),
     ("TRL", REWARD_MODEL, ("center_rewards_coefficient",)),
     (
         "TRL",
         PREFERENCES,
-        ("ref_model", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing", "simpo_gamma"),
+        (
+            "ref_model",
+            "precompute_ref_log_probs",
+            "rpo_alpha",
+            "label_smoothing",
+            "simpo_gamma",
+        ),
     ),
     (
         "TRL",
@@ -122,7 +164,17 @@ BY_KEYS = (
     ),
 )
 """Keys that no trainer by reinforcement learning of the system has."""
-PAIR_LOSSES = {"sigmoid", "ipo", "hinge", "simpo", "robust", "apo_zero", "apo_down", "sppo_hard", "exo_pair"}
+PAIR_LOSSES = {
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "simpo",
+    "robust",
+    "apo_zero",
+    "apo_down",
+    "sppo_hard",
+    "exo_pair",
+}
 OF_REINFORCEMENT = (
     r"actor_rollout_ref\..*|num_generations|max_completion_length|reward_funcs|reward_weights"
     r"|generation_batch_size|num_iterations|scale_rewards|steps_per_generation|use_vllm|vllm_.*"
@@ -167,7 +219,9 @@ def _refuse(recipe: Mapping[str, Any], program: str) -> None:
             )
 
 
-def _evidence(recipe: Mapping[str, Any], program: str, pattern: str, beginnings: Sequence[str]) -> str:
+def _evidence(
+    recipe: Mapping[str, Any], program: str, pattern: str, beginnings: Sequence[str]
+) -> str:
     """Return the program's name, or the keys with these beginnings if there is one for each, or ""."""
     if match := re.search(pattern, program):
         return match[0]

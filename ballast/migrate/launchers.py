@@ -15,14 +15,20 @@ EXPECTS_VALUE = re.compile(r"--[a-zA-Z][\w.-]*[ =]+$|\S$")
 def flags_in_texts(tree: ast.Module) -> str:
     """Return the texts with flags of the function that has most of them, or of the module, in their order."""
     values = _values_by_name(tree)
-    places: list[ast.AST] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    places: list[ast.AST] = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef)
+    ]
     texts_of_places = [list(_texts_with_flags(place, values)) for place in [*places, tree]]
     counts = [_count_flags(texts) for texts in texts_of_places]
     if not counts[-1]:
         return ""
     of_functions = max(counts[:-1], default=0)
     best = counts.index(of_functions) if of_functions * 2 > counts[-1] else -1
-    programs = [value for name, value in values.items() if value.endswith(".py") and "script" in name]
+    programs = [
+        value
+        for name, value in values.items()
+        if value.endswith(".py") and "script" in name
+    ]
     return " ".join([*programs, *texts_of_places[best]])
 
 
@@ -39,7 +45,11 @@ def _values_by_name(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             value = node.value
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        elif (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.value is not None
+        ):
             name = node.target.id
             value = node.value
         elif isinstance(node, ast.keyword) and node.arg:
@@ -89,12 +99,20 @@ def _text_of(node: ast.AST, values: Mapping[str, str]) -> str:
     if isinstance(node, ast.JoinedStr):
         text = ""
         for part in node.values:
-            is_value = not isinstance(part, ast.FormattedValue) or EXPECTS_VALUE.search(text)
-            text += _text_of(part, values) if is_value else " "  # other flags, which have texts of their own
+            is_value = not isinstance(part, ast.FormattedValue) or EXPECTS_VALUE.search(
+                text
+            )
+            text += (
+                _text_of(part, values) if is_value else " "
+            )  # other flags, which have texts of their own
         return text
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.FormattedValue):
-        name = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        name = (
+            node.value.id
+            if isinstance(node.value, ast.Name)
+            else getattr(node.value, "attr", "")
+        )
         return values.get(name, "$" + "".join(ast.unparse(node.value).split()))
     return ""

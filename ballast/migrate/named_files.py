@@ -29,14 +29,22 @@ def find_named_file(words: Sequence[str], folder: Path, notes: list[str]) -> Pat
         return None
     beside = folder / name
     if "$" in str(location) and "$" not in name and beside.is_file():
-        notes.append(f"--config: only a shell knows the folder {location.parent}. {name} beside it was read.")
+        notes.append(
+            f"--config: only a shell knows the folder {location.parent}. {name} beside it was read."
+        )
         return beside
     if "$" in str(location):
-        notes.append(f"--config: only a shell knows {location}. Its keys are not read, migrate it too.")
+        notes.append(
+            f"--config: only a shell knows {location}. Its keys are not read, migrate it too."
+        )
         return None
     bases = (folder, *folder.resolve().parents, Path.cwd())
     programs = _folders_of_program(words)
-    inner_folders = (Path(), *programs, *(program / "config" for program in programs))  # Hydra's usual name
+    inner_folders = (
+        Path(),
+        *programs,
+        *(program / "config" for program in programs),
+    )  # Hydra's usual name
     paths = [base / inner / location for base in bases for inner in inner_folders]
     file = next((path for path in paths if path.is_file()), None)
     if file is None:

@@ -35,7 +35,8 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("TRL", SFT.module): TRL | {"learning_rate": 2e-5},
     ("TRL", PREFERENCES.module): TRL | {"learning_rate": 1e-6},
     ("TRL", REWARD_MODEL.module): TRL | {"learning_rate": 1e-4},
-    ("OpenRLHF", SFT.module): OPENRLHF | {"train.max_epochs": 2, "adam.lr": 5e-6, "data.input_key": "input"},
+    ("OpenRLHF", SFT.module): OPENRLHF
+    | {"train.max_epochs": 2, "adam.lr": 5e-6, "data.input_key": "input"},
     ("OpenRLHF", PREFERENCES.module): OPENRLHF | {"data.max_len": 512, "adam.lr": 1e-5},
     ("OpenRLHF", REWARD_MODEL.module): OPENRLHF | {"data.max_len": 512, "adam.lr": 9e-6},
     ("verl", SFT.module): {
@@ -49,7 +50,11 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     },
 }
 VERL_ENGINE = {"optim.lr": 1e-3, "optim.betas": [0.9, 0.999]}
-VERL_FSDP = {"optim.lr": 1e-5, "optim.lr_warmup_steps_ratio": 0.1, "optim.lr_scheduler": "cosine"}
+VERL_FSDP = {
+    "optim.lr": 1e-5,
+    "optim.lr_warmup_steps_ratio": 0.1,
+    "optim.lr_scheduler": "cosine",
+}
 
 OLD_FLAGS = {
     "pretrain": "model.model_name_or_path",
@@ -90,7 +95,9 @@ def rename_keys(system: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
         return OFFLINE_SYSTEMS[system].prepare(recipe)
     if system != "OpenRLHF":
         return dict(recipe)
-    return {OLD_FLAGS.get(key.replace("-", "_"), key): value for key, value in recipe.items()}
+    return {
+        OLD_FLAGS.get(key.replace("-", "_"), key): value for key, value in recipe.items()
+    }
 
 
 def defaults(system: str, command: Command, recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +114,11 @@ def defaults(system: str, command: Command, recipe: Mapping[str, Any]) -> dict[s
 
 def is_derived(system: str, key: str) -> bool:
     """Whether `key` becomes a setting by `derive_offline` alone."""
-    keys = OFFLINE_SYSTEMS[system].keys if system in OFFLINE_SYSTEMS else (PER_DEVICE, ACCUMULATION)
+    keys = (
+        OFFLINE_SYSTEMS[system].keys
+        if system in OFFLINE_SYSTEMS
+        else (PER_DEVICE, ACCUMULATION)
+    )
     return any(fnmatchcase(key, pattern) for pattern in keys)
 
 
@@ -126,7 +137,9 @@ def derive_offline(
     elif system in OFFLINE_SYSTEMS:
         offline = OFFLINE_SYSTEMS[system]
         if offline.size in theirs:
-            ours[command.size] = count(theirs, offline.size, command.known[command.size].default, to_decide)
+            ours[command.size] = count(
+                theirs, offline.size, command.known[command.size].default, to_decide
+            )
         offline.derive(command, theirs, ours, to_decide)
     elif size := theirs.get("train.batch_size", theirs.get("data.train_batch_size")):
         ours[command.size] = size
@@ -148,25 +161,37 @@ def derive_offline(
             )
 
 
-def _size_of_trl(command: Command, theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]) -> None:
+def _size_of_trl(
+    command: Command, theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]
+) -> None:
     sizes = [theirs.get(PER_DEVICE, 8), theirs.get(ACCUMULATION, 1)]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        to_decide.append(f"{command.size}: {PER_DEVICE} x {ACCUMULATION} must be whole numbers above 0.")
+        to_decide.append(
+            f"{command.size}: {PER_DEVICE} x {ACCUMULATION} must be whole numbers above 0."
+        )
         return
     processes = above_0(theirs.get(PROCESSES)) or 1
     formula = f"{PER_DEVICE} {sizes[0]} x {ACCUMULATION} {sizes[1]} x {processes} processes"
     ours.compute(command.size, sizes[0] * sizes[1] * processes, formula)
     unit = "packed rows, each of several records, " if theirs.get("packing") is True else ""
     if unit or not above_0(theirs.get(PROCESSES)):
-        to_decide.append(f"{command.size}={ours[command.size]}: {unit}of one GPU. Multiply it by yours.")
+        to_decide.append(
+            f"{command.size}={ours[command.size]}: {unit}of one GPU. Multiply it by yours."
+        )
 
 
-def _tell_trl(command: Command, theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]) -> None:
+def _tell_trl(
+    command: Command, theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]
+) -> None:
     if command != REWARD_MODEL:  # whose whole model is trained
         choose_modules(ours, to_decide)
     if command != SFT:
         return
     if True not in (theirs.get("assistant_only_loss"), theirs.get("completion_only_loss")):
-        to_decide.append("data.train: `messages` train on every token there, here on the assistant's turns.")
+        to_decide.append(
+            "data.train: `messages` train on every token there, here on the assistant's turns."
+        )
     if theirs.get("loss_type", "nll") not in ("nll", "chunked_nll"):
-        to_decide.append(f"loss.aggregation: loss_type={theirs['loss_type']} there, the plain log-loss here.")
+        to_decide.append(
+            f"loss.aggregation: loss_type={theirs['loss_type']} there, the plain log-loss here."
+        )

@@ -49,14 +49,21 @@ KEYS_OF_SKYRL = (
     "remove_microbatch_padding",
     "max_training_steps",
 )
-SECTIONS_OF_PRIME_RL = re.compile(r"(optim|scheduler|model\.(?:lora|ac|cp|cp_style|ep|dp_replicate))(?=\.|$)")
+SECTIONS_OF_PRIME_RL = re.compile(
+    r"(optim|scheduler|model\.(?:lora|ac|cp|cp_style|ep|dp_replicate))(?=\.|$)"
+)
 TEMPLATE = "policy.tokenizer.chat_template"
 NAMES_OF_DATA = tuple(
     f"data.{part}.{name}"
     for part in ("train", "validation")
     for name in ("data_path", "dataset_name", "split")
 )
-OWN_NAMES = ("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
+OWN_NAMES = (
+    "ResponseDataset",
+    "PreferenceDataset",
+    "BinaryPreferenceDataset",
+    "openai_format",
+)
 
 
 def _as_it_is(recipe: Recipe) -> dict[str, Any]:
@@ -85,7 +92,9 @@ def _prepare_nemo_rl(recipe: Recipe) -> dict[str, Any]:
     return dict(nemo_rl.prepare(recipe, []))
 
 
-def _derive_nemo_rl(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
+def _derive_nemo_rl(
+    command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]
+) -> None:
     nemo_rl.set_optimizer(theirs, ours, to_decide)
     nemo_rl.set_ranks(theirs, ours)
     template = theirs.get(TEMPLATE)
@@ -102,37 +111,51 @@ def _derive_nemo_rl(command: Command, theirs: Recipe, ours: Settings, to_decide:
         for key, value in theirs.items()
         if key.startswith(("sft.", "dpo.", "rm."))
     }
-    if records := above_0(values.get("val_batches")) * above_0(values.get("val_global_batch_size")):
+    if records := above_0(values.get("val_batches")) * above_0(
+        values.get("val_global_batch_size")
+    ):
         names = f"val_batches {values['val_batches']} x val_global_batch_size"
-        ours.compute("validation.records", records, f"{names} {values['val_global_batch_size']}")
+        ours.compute(
+            "validation.records", records, f"{names} {values['val_global_batch_size']}"
+        )
     if above_0(values.get("max_num_steps")) and above_0(values.get("max_num_epochs")):
         to_decide.append(
             f"run.steps={values['max_num_steps']}: fewer there, if {values['max_num_epochs']} epochs are."
         )
 
 
-def _name_data_of_nemo_rl(theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]) -> None:
+def _name_data_of_nemo_rl(
+    theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]
+) -> None:
     parts = theirs.get(f"data.{part}")
     first, *others = parts if isinstance(parts, list) and parts else [None]
     section = first if isinstance(first, Mapping) else {}
     path = section.get("data_path") or theirs.get(f"data.{part}.data_path")
     name = section.get("dataset_name") or theirs.get(f"data.{part}.dataset_name")
     if path:
-        split = theirs.get(f"data.{part}.split") if "." not in str(path).rpartition("/")[2] else None
+        split = (
+            theirs.get(f"data.{part}.split")
+            if "." not in str(path).rpartition("/")[2]
+            else None
+        )
         ours[key] = f"{path}@{split}" if split else str(path)
     elif name and name not in OWN_NAMES:
         to_decide.append(
             f"{key}: NeMo-RL's own data set {name} there. Write its records to a file and name it."
         )
     if others:
-        to_decide.append(f"{key}: one file or folder here. Join the others: {', '.join(map(str, others))}.")
+        to_decide.append(
+            f"{key}: one file or folder here. Join the others: {', '.join(map(str, others))}."
+        )
 
 
 def _prepare_areal(recipe: Recipe) -> dict[str, Any]:
     return dict(areal.prepare(recipe, []))
 
 
-def _derive_areal(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
+def _derive_areal(
+    command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]
+) -> None:
     areal.set_ranks(theirs, ours, to_decide)
     if not str(theirs.get("actor.backend", "")).startswith("megatron"):
         decay_all(ours)
@@ -141,7 +164,9 @@ def _derive_areal(command: Command, theirs: Recipe, ours: Settings, to_decide: l
     for key, split in (("data.train", "train"), ("data.validation", "test")):
         name = str(ours.get(key, ""))
         if name.count("/") == 1 and not name.startswith((".", "/")):
-            ours[key] = f"{name}:main@{split}" if name == "openai/gsm8k" else f"{name}@{split}"
+            ours[key] = (
+                f"{name}:main@{split}" if name == "openai/gsm8k" else f"{name}@{split}"
+            )
     if str(theirs.get("train_dataset.path")) == "openai/gsm8k" and command == SFT:
         ours["data.prompt_key"] = "question"
         ours["data.response_key"] = "answer"
@@ -156,7 +181,9 @@ def _derive_areal(command: Command, theirs: Recipe, ours: Settings, to_decide: l
     if "train_dataset.max_length" not in theirs:
         _ask_for_length(to_decide)
     if epochs := above_0(theirs.get("evaluator.freq_epochs")):
-        to_decide.append(f"validation.every: every {epochs} epochs there, in steps here. Set yours.")
+        to_decide.append(
+            f"validation.every: every {epochs} epochs there, in steps here. Set yours."
+        )
 
 
 def _ask_for_length(to_decide: list[str]) -> None:
@@ -166,26 +193,37 @@ def _ask_for_length(to_decide: list[str]) -> None:
 
 
 def _prepare_prime_rl(recipe: Recipe) -> dict[str, Any]:
-    keys = {SECTIONS_OF_PRIME_RL.sub(r"trainer.\1", key, count=1): value for key, value in recipe.items()}
+    keys = {
+        SECTIONS_OF_PRIME_RL.sub(r"trainer.\1", key, count=1): value
+        for key, value in recipe.items()
+    }
     keys = {key: value for key, value in keys.items() if value != {}}
     if any(key.startswith("trainer.model.lora") for key in keys):
         keys.setdefault("trainer.model.lora.rank", 16)
     return dict(sorted(keys.items(), key=lambda item: not item[0].endswith(".type")))
 
 
-def _derive_prime_rl(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
+def _derive_prime_rl(
+    command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]
+) -> None:
     prime_rl.add_schedule(theirs, ours)
     decay_all(ours)
     sharing = ranks_of_a_model(ours)
     nodes = above_0(theirs.get("deployment.num_train_nodes"))
     gpus = nodes * (above_0(theirs.get("deployment.gpus_per_node")) or 8)
     gpus = gpus or above_0(theirs.get("deployment.num_train_gpus")) or 1
-    ours.compute("policy.data_parallel", max(1, gpus // sharing), f"{gpus} GPUs / {sharing} of one model")
+    ours.compute(
+        "policy.data_parallel",
+        max(1, gpus // sharing),
+        f"{gpus} GPUs / {sharing} of one model",
+    )
     length = above_0(theirs.get("data.seq_len"))
     rows = above_0(theirs.get("data.micro_batch_size"))
     if length and rows:
         formula = f"seq_len {length} x micro_batch_size {rows} / {sharing} of one model"
-        ours.compute("policy.max_tokens_per_micro_batch", -(-length * rows // sharing), formula)
+        ours.compute(
+            "policy.max_tokens_per_micro_batch", -(-length * rows // sharing), formula
+        )
     to_decide.append(
         f"{command.size}={ours.get(command.size)}: packed rows of {length} tokens there, each of several "
         "records. Raise it to the number of records."
@@ -205,22 +243,32 @@ def _derive_prime_rl(command: Command, theirs: Recipe, ours: Settings, to_decide
 
 
 def _prepare_roll(recipe: Recipe) -> dict[str, Any]:
-    named = {re.sub(r"^sft_train\.", "actor_train.", key): value for key, value in recipe.items()}
+    named = {
+        re.sub(r"^sft_train\.", "actor_train.", key): value for key, value in recipe.items()
+    }
     return dict(roll.prepare(named, []))
 
 
-def _derive_roll(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
+def _derive_roll(
+    command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]
+) -> None:
     roll.set_ranks(theirs, ours)
-    if not str(theirs.get(f"{roll.TRAIN}strategy_args.strategy_name", "")).startswith("megatron"):
+    if not str(theirs.get(f"{roll.TRAIN}strategy_args.strategy_name", "")).startswith(
+        "megatron"
+    ):
         decay_all(ours)
-    sequences = count(theirs, roll.SIZE, 8, to_decide) * count(theirs, roll.ACCUMULATION, 1, to_decide)
+    sequences = count(theirs, roll.SIZE, 8, to_decide) * count(
+        theirs, roll.ACCUMULATION, 1, to_decide
+    )
     ranks = above_0(ours.get("policy.data_parallel"))
     size = theirs.get(roll.SIZE, 8)
     accumulated = theirs.get(roll.ACCUMULATION, 1)
     formula = f"{roll.SIZE} {size} x {roll.ACCUMULATION} {accumulated} x {ranks or 1} ranks"
     ours.compute(command.size, sequences * (ranks or 1), formula)
     if not ranks:
-        to_decide.append(f"{command.size}={ours[command.size]}: of one rank. Multiply it by yours.")
+        to_decide.append(
+            f"{command.size}={ours[command.size]}: of one rank. Multiply it by yours."
+        )
     train, *others = paths_of(theirs.get(roll.FILES))
     if train:
         ours["data.train"] = train
@@ -235,14 +283,21 @@ def _derive_roll(command: Command, theirs: Recipe, ours: Settings, to_decide: li
         return
     ours["data.prompt_key"] = "instruction"
     epochs = theirs.get("actor_train.training_args.num_train_epochs", 1)
-    to_decide.append(f"run.steps={ours.get('run.steps')}: fewer there, if {epochs} epochs are.")
+    to_decide.append(
+        f"run.steps={ours.get('run.steps')}: fewer there, if {epochs} epochs are."
+    )
 
 
 def _prepare_skyrl(recipe: Recipe) -> dict[str, Any]:
     keys = {_key_of_skyrl(key): value for key, value in recipe.items()}
     is_megatron = keys.get("trainer.strategy", "megatron") == "megatron"
-    if is_megatron and not any(key.startswith("trainer.policy.megatron_config.") for key in keys):
-        for way in ("tensor", "pipeline"):  # SFTConfig's own, which any key of megatron_config replaces
+    if is_megatron and not any(
+        key.startswith("trainer.policy.megatron_config.") for key in keys
+    ):
+        for way in (
+            "tensor",
+            "pipeline",
+        ):  # SFTConfig's own, which any key of megatron_config replaces
             keys[f"trainer.policy.megatron_config.{way}_model_parallel_size"] = 2
     return keys
 
@@ -256,24 +311,36 @@ def _key_of_skyrl(key: str) -> str:
     return key
 
 
-def _derive_skyrl(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
+def _derive_skyrl(
+    command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]
+) -> None:
     nodes = count(theirs, skyrl.NODES, 1, to_decide)
     of_a_node = count(theirs, skyrl.GPUS_OF_A_NODE, 4, to_decide)
-    set_data_parallel(ours, nodes, of_a_node, theirs.get("trainer.policy.fsdp_config.fsdp_size"))
+    set_data_parallel(
+        ours, nodes, of_a_node, theirs.get("trainer.policy.fsdp_config.fsdp_size")
+    )
     if theirs.get("trainer.strategy", "megatron") != "megatron":
         decay_all(ours)
     for part, key in (("train", "data.train"), ("eval", "data.validation")):
         _name_data_of_skyrl(theirs, part, key, ours, to_decide)
     if "max_length" not in theirs:
         _ask_for_length(to_decide)
-    if steps := above_0(theirs.get("trainer.max_training_steps")) or above_0(theirs.get("num_steps")):
+    if steps := above_0(theirs.get("trainer.max_training_steps")) or above_0(
+        theirs.get("num_steps")
+    ):
         ours["run.steps"] = steps
 
 
-def _name_data_of_skyrl(theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]) -> None:
+def _name_data_of_skyrl(
+    theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]
+) -> None:
     older = "" if part == "train" else "eval_"
-    name, *others = paths_of(theirs.get(f"{part}_datasets", theirs.get(f"{older}dataset_name")))
-    split = paths_of(theirs.get(f"{part}_dataset_splits", theirs.get(f"{older}dataset_split")))[0]
+    name, *others = paths_of(
+        theirs.get(f"{part}_datasets", theirs.get(f"{older}dataset_name"))
+    )
+    split = paths_of(
+        theirs.get(f"{part}_dataset_splits", theirs.get(f"{older}dataset_split"))
+    )[0]
     if not name or "$" in name:
         return
     part_of_split, is_sliced, _ = split.partition("[")
@@ -283,14 +350,22 @@ def _name_data_of_skyrl(theirs: Recipe, part: str, key: str, ours: Settings, to_
             f"{key}={ours[key]}: {split} there. Write those records to a file to take them alone."
         )
     if others:
-        to_decide.append(f"{key}={ours[key]}: one data set here. Join the others: {', '.join(others)}.")
+        to_decide.append(
+            f"{key}={ours[key]}: one data set here. Join the others: {', '.join(others)}."
+        )
 
 
 def _prepare_slime(recipe: Recipe) -> dict[str, Any]:
-    return {key.replace("_", "-"): value for key, value in recipe.items() if key not in JOB_FLAGS}
+    return {
+        key.replace("_", "-"): value
+        for key, value in recipe.items()
+        if key not in JOB_FLAGS
+    }
 
 
-def _derive_slime(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
+def _derive_slime(
+    command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]
+) -> None:
     nodes = count(theirs, "actor-num-nodes", 1, to_decide)
     set_data_parallel(ours, nodes, count(theirs, "actor-num-gpus-per-node", 8, to_decide))
     of_a_rollout = above_0(theirs.get("rollout-batch-size"))
@@ -358,7 +433,13 @@ OFFLINE_SYSTEMS = {
             "data.seq_len": 128,
         },
         size="data.batch_size",
-        keys=("data.name", "data.subsets", "data.splits", "data.micro_batch_size", "val.data.name"),
+        keys=(
+            "data.name",
+            "data.subsets",
+            "data.splits",
+            "data.micro_batch_size",
+            "val.data.name",
+        ),
     ),
     "ROLL": OfflineSystem(
         "ROLL's SFT and DPO pipelines",
@@ -372,7 +453,10 @@ OFFLINE_SYSTEMS = {
             "save_steps": 50,
             "eval_steps": 10,
         },
-        {SFT: {"prompt_key": "instruction", "response_key": "output"}, PREFERENCES: {"max_steps": 500}},
+        {
+            SFT: {"prompt_key": "instruction", "response_key": "output"},
+            PREFERENCES: {"max_steps": 500},
+        },
         keys=(
             roll.SIZE,
             roll.ACCUMULATION,

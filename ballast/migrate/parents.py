@@ -122,7 +122,9 @@ def _names_of_parents(content: DictConfig) -> list[Any] | None:
     return names if isinstance(names, list) and names else None
 
 
-def _merge_files(path: Path, names: Sequence[Any], content: DictConfig, folders: Folders, depth: int) -> Any:
+def _merge_files(
+    path: Path, names: Sequence[Any], content: DictConfig, folders: Folders, depth: int
+) -> Any:
     """Merge over files, as NeMo-RL does."""
     merged: Any = OmegaConf.create()
     for name in names:
@@ -145,7 +147,11 @@ def _without_replaced(parent: Any, child: Any) -> Any:
         is_section = OmegaConf.is_dict(child_node)
         if child_node is None:
             base[key] = parent_node
-        elif is_section and OmegaConf.is_dict(parent_node) and not child_node.pop("_override_", False):
+        elif (
+            is_section
+            and OmegaConf.is_dict(parent_node)
+            and not child_node.pop("_override_", False)
+        ):
             base[key] = _without_replaced(parent_node, child_node)
     return base
 
@@ -158,7 +164,9 @@ def _remember_choices(names: Sequence[Any], folders: Folders) -> None:
                 folders.choices.setdefault(entry[2].strip("/"), choice)
 
 
-def _parents_of_entry(path: Path, name: Any, place: Place, folders: Folders, depth: int) -> Iterator[Any]:
+def _parents_of_entry(
+    path: Path, name: Any, place: Place, folders: Folders, depth: int
+) -> Iterator[Any]:
     """Yield the files of `group@package: choice`, or of `group/choice@package`."""
     key, choice = next(iter(name.items())) if isinstance(name, Mapping) else (name, None)
     entry = ENTRY.fullmatch(str(key))
@@ -169,8 +177,16 @@ def _parents_of_entry(path: Path, name: Any, place: Place, folders: Folders, dep
         return
     group = location if isinstance(name, Mapping) else location.rpartition("/")[0]
     choices = choice if isinstance(name, Mapping) else location.rpartition("/")[2]
-    choices = folders.choices.get(group.strip("/"), choices) if isinstance(name, Mapping) else choices
-    folder = group.lstrip("/") if group.startswith("/") else normpath(f"{place.group or '.'}/{group or '.'}")
+    choices = (
+        folders.choices.get(group.strip("/"), choices)
+        if isinstance(name, Mapping)
+        else choices
+    )
+    folder = (
+        group.lstrip("/")
+        if group.startswith("/")
+        else normpath(f"{place.group or '.'}/{group or '.'}")
+    )
     for file_name in choices if isinstance(choices, list) else [choices]:
         if file_name is None:
             continue
@@ -187,7 +203,9 @@ def _parents_of_entry(path: Path, name: Any, place: Place, folders: Folders, dep
         if parent is None:
             raise _missing(path, f"{group}{'/' * bool(group)}{stem}", folders.roots)
         section = _section(parent, group, package, place.package)
-        layer = _merge(parent, replace(place, group=folder, package=section), folders, depth - 1)
+        layer = _merge(
+            parent, replace(place, group=folder, package=section), folders, depth - 1
+        )
         if stem in BASES:
             folders.bases.append(layer)
         yield layer
@@ -201,7 +219,9 @@ def _files(roots: Sequence[Path], folder: str, stem: str) -> Iterator[Path]:
 def _section(file: Path, group: str, package: str | None, of_parent: str) -> str:
     """Return the section of a file's keys: the entry's, or the file's `# @package`, or its group's."""
     header = PACKAGE.search(file.read_text(encoding="utf-8"))
-    of_group = ".".join(part for part in group.strip("/").split("/") if part not in ("", ".", ".."))
+    of_group = ".".join(
+        part for part in group.strip("/").split("/") if part not in ("", ".", "..")
+    )
     section = package or (header[1] if header else of_group)
     section = section.replace("_here_", "").replace("_group_", of_group).strip(".")
     if section == "_global_" or section.startswith("_global_."):

@@ -34,7 +34,9 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
     "mul": operator.mul,
     "div": operator.truediv,
-    "max": lambda first, second: max(first, second),  # OmegaConf reads a signature, which the builtin lacks
+    "max": lambda first, second: max(
+        first, second
+    ),  # OmegaConf reads a signature, which the builtin lacks
 }
 """Resolvers of NeMo-RL's recipes."""
 # LoraConfig's names, as TRL's commands have them.
@@ -45,13 +47,26 @@ LORA = {
     "bias": "lora_bias",
     "task_type": "lora_task_type",
 }
-OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
-OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub, or files
-FORMATS_OF_FILES = ("json", "parquet")  # of load_dataset, with one file of records that Ballast reads too
-ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
+OF_FUNCTIONS = (
+    "reward_funcs",
+    "tools",
+)  # arguments of trainers whose values are functions of the script
+OF_DATA = (
+    "train_dataset",
+    "eval_dataset",
+)  # arguments whose values are data sets of the hub, or files
+FORMATS_OF_FILES = (
+    "json",
+    "parquet",
+)  # of load_dataset, with one file of records that Ballast reads too
+ARRAY = re.compile(
+    r"\$\{?(\w+\[[@*]\]|@|\*)\}?"
+)  # words that are listed elsewhere, not a value
 PROGRAM_IN_COMMENT = re.compile(r"^\s*#.*?\b(trl \w+)", re.M)
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
-LAUNCHER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|run|srun)|\$.*")
+LAUNCHER = re.compile(
+    r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|run|srun)|\$.*"
+)
 """Words that a program's file may follow, behind flags of the launcher."""
 FLAG_IN_COMMAND = re.compile(r"\s--[A-Za-z]")
 SHELL = re.compile(r"(?:.*/)?(?:ba|z)?sh")
@@ -82,7 +97,9 @@ def read_recipe(source: Sequence[str]) -> Recipe:
     if len(source) == 1 and not re.search(r"[=\s]", source[0]):
         recipe = _of_file(Path(source[0]))
     else:
-        recipe = _of_script(source[0] if len(source) == 1 else shlex.join(source), Path.cwd())
+        recipe = _of_script(
+            source[0] if len(source) == 1 else shlex.join(source), Path.cwd()
+        )
     if not recipe:
         fix = "Give a file, or a command with key=value"
         if source[0].endswith(".py"):
@@ -93,7 +110,9 @@ def read_recipe(source: Sequence[str]) -> Recipe:
 
 def _of_file(path: Path) -> Recipe:
     if path.exists() and not path.is_file():  # a device such as /dev/zero has no end
-        raise ConfigError(f"{path} cannot be read: it is not a file. Name a script or a configuration.")
+        raise ConfigError(
+            f"{path} cannot be read: it is not a file. Name a script or a configuration."
+        )
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
@@ -132,7 +151,11 @@ def _of_yaml(path: Path, program: str) -> Recipe:
             try:
                 resolved = OmegaConf.select(content, key)
                 is_section = OmegaConf.is_config(resolved)
-                values[key] = OmegaConf.to_container(resolved, resolve=True) if is_section else resolved
+                values[key] = (
+                    OmegaConf.to_container(resolved, resolve=True)
+                    if is_section
+                    else resolved
+                )
             except OmegaConfBaseException:
                 continue
     return Recipe(values, program, composition.notes, defaults)
@@ -140,7 +163,9 @@ def _of_yaml(path: Path, program: str) -> Recipe:
 
 def _equal_keys(base: Any, values: Mapping[str, Any]) -> list[str]:
     base_values = cast(dict[str, Any], OmegaConf.to_container(base))
-    return [key for key, value in leaves(base_values) if key in values and values[key] == value]
+    return [
+        key for key, value in leaves(base_values) if key in values and values[key] == value
+    ]
 
 
 def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
@@ -152,9 +177,13 @@ def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    ]
     imported = {
-        alias.asname or alias.name: f"{node.module}:{alias.name}" for node in imports for alias in node.names
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in imports
+        for alias in node.names
     }
     return imported | defined
 
@@ -180,7 +209,10 @@ def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[st
                     data = _data_set(keyword.value, assigned) if key in OF_DATA else ""
                     yield (
                         key,
-                        data or _value_in_python(keyword.value, functions if key in OF_FUNCTIONS else {}),
+                        data
+                        or _value_in_python(
+                            keyword.value, functions if key in OF_FUNCTIONS else {}
+                        ),
                     )
 
 
@@ -201,10 +233,18 @@ def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
         return ""
     values = dict(zip(("path", "name"), node.args, strict=False))
     values |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
-    parts = {name: str(value.value) for name, value in values.items() if isinstance(value, ast.Constant)}
+    parts = {
+        name: str(value.value)
+        for name, value in values.items()
+        if isinstance(value, ast.Constant)
+    }
     if parts.keys() == values.keys() and _is_one_file(parts):
         return parts["data_files"]
-    if len(node.args) > 2 or parts.keys() != values.keys() or not parts.keys() <= {"path", "name", "split"}:
+    if (
+        len(node.args) > 2
+        or parts.keys() != values.keys()
+        or not parts.keys() <= {"path", "name", "split"}
+    ):
         return ""
     marks = (("", "path"), (":", "name"), ("@", "split"))
     return "".join(f"{mark}{parts[name]}" for mark, name in marks if name in parts)
@@ -218,7 +258,12 @@ def _is_one_file(arguments: Mapping[str, str]) -> bool:
         "data_files",
         "split",
     }
-    return is_of_records and arguments.get("split", "train") == "train" and bool(file) and "*" not in file
+    return (
+        is_of_records
+        and arguments.get("split", "train") == "train"
+        and bool(file)
+        and "*" not in file
+    )
 
 
 def _value_in_python(node: ast.expr, functions: Mapping[str, str]) -> Any:
@@ -251,9 +296,13 @@ def _of_python_file(tree: ast.Module, path: Path) -> Recipe:
     return recipe
 
 
-def _notes_on_import(tree: ast.Module, path: Path, arguments: Mapping[str, Any]) -> list[str]:
+def _notes_on_import(
+    tree: ast.Module, path: Path, arguments: Mapping[str, Any]
+) -> list[str]:
     """Say that the script trains when it is imported, if functions in it are named."""
-    functions = [str(name) for key in OF_FUNCTIONS for name in _as_names(arguments.get(key))]
+    functions = [
+        str(name) for key in OF_FUNCTIONS for name in _as_names(arguments.get(key))
+    ]
     at_import = [node for node in tree.body if isinstance(node, ast.Expr | ast.Assign)]
     trains = any(_called(node.value) == "train" for node in at_import)
     if not trains or not any(name.startswith(f"{path}:") for name in functions):
@@ -269,7 +318,11 @@ def _as_names(value: Any) -> list[Any]:
 
 
 def _called(node: ast.AST) -> str:
-    return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+    return (
+        getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if isinstance(node, ast.Call)
+        else ""
+    )
 
 
 def _of_script(text: str, folder: Path) -> Recipe:
@@ -280,7 +333,11 @@ def _of_script(text: str, folder: Path) -> Recipe:
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}.") from None
     overrides = dict(_overrides(words))
-    names = (word for word in words if word != "\n" and "=" not in word and not FLAG.fullmatch(word))
+    names = (
+        word
+        for word in words
+        if word != "\n" and "=" not in word and not FLAG.fullmatch(word)
+    )
     recipe = Recipe(overrides or _flags(words), " ".join(names), script.notes)
     file = find_named_file(words, folder, recipe.notes)
     return _over_file(recipe, file) if file else recipe
@@ -289,7 +346,11 @@ def _of_script(text: str, folder: Path) -> Recipe:
 def _with_quoted_commands(words: Sequence[str]) -> Iterator[str]:
     """Put the words of the command in `bash -c "..."` in its place. The flags before are the launcher's."""
     for position, word in enumerate(words):
-        is_quoted = position > 1 and words[position - 1] == "-c" and SHELL.fullmatch(words[position - 2])
+        is_quoted = (
+            position > 1
+            and words[position - 1] == "-c"
+            and SHELL.fullmatch(words[position - 2])
+        )
         if is_quoted and FLAG_IN_COMMAND.search(word):
             yield "--"
             yield from ShellScript(word).words()
@@ -300,11 +361,19 @@ def _with_quoted_commands(words: Sequence[str]) -> Iterator[str]:
 def _over_file(recipe: Recipe, path: Path) -> Recipe:
     """Put the words of a command over the values of a file, whose names have no hyphens."""
     base = _of_file(path)
-    words = {key.replace("-", "_") if "." not in key else key: value for key, value in recipe.items()}
+    words = {
+        key.replace("-", "_") if "." not in key else key: value
+        for key, value in recipe.items()
+    }
     for name in ("config", "config_path", "config_name"):
         words.pop(name, None)
     program = f"{recipe.program} {base.program}".strip()
-    return Recipe({**base, **words}, program, [*recipe.notes, *base.notes], base.defaults - words.keys())
+    return Recipe(
+        {**base, **words},
+        program,
+        [*recipe.notes, *base.notes],
+        base.defaults - words.keys(),
+    )
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -321,13 +390,17 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             command = []
             is_behind_program = False
         elif "=" not in word:
-            is_behind_program = is_behind_program or word in ("-m", "--") or word.endswith(".py")
+            is_behind_program = (
+                is_behind_program or word in ("-m", "--") or word.endswith(".py")
+            )
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the values by flag: a list where several words follow, and true where none does."""
     flags: dict[str, list[str]] = {}
-    of_submission: list[str] = []  # `ray job submit --address A -- python train.py` has options of its own
+    of_submission: list[
+        str
+    ] = []  # `ray job submit --address A -- python train.py` has options of its own
     values: list[str] | None = None
     awaits_program = False
     for word in words:
@@ -365,9 +438,10 @@ def parse_value(text: str) -> Any:
     if not text or text.lower() in ("no", "yes", "on", "off"):  # booleans of YAML 1.1 alone
         return text
     try:
-        value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))[
-            "value"
-        ]
+        value = cast(
+            dict[str, Any],
+            OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])),
+        )["value"]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
         return text
     return None if value == "None" else value

@@ -74,7 +74,9 @@ def add_mini_batches(
     """
     if size_key not in recipe:
         return
-    size, *of_a_step = (above_0(recipe.get(key)) for key in (size_key, prompts_key, samples_key) if key)
+    size, *of_a_step = (
+        above_0(recipe.get(key)) for key in (size_key, prompts_key, samples_key) if key
+    )
     if not size or 0 in of_a_step:
         named = ", ".join(key for key in (size_key, prompts_key, samples_key) if key)
         to_decide.append(
@@ -99,7 +101,9 @@ def updates_of_a_step(settings: Settings) -> int:
 
 def ranks_of_a_model(settings: Settings) -> int:
     ways = ("tensor", "pipeline", "context")
-    return math.prod(int(settings.get(f"policy.parallel.{way}_parallel", 1)) for way in ways)
+    return math.prod(
+        int(settings.get(f"policy.parallel.{way}_parallel", 1)) for way in ways
+    )
 
 
 def steps_to_updates(settings: Settings, *keys: str) -> None:
@@ -138,7 +142,9 @@ def function_of(path: str) -> str:
     return f"{module}:{name}" if module and ":" not in path else path
 
 
-def set_data_parallel(settings: Settings, nodes: int, of_a_node: int, shard: Any = -1) -> None:
+def set_data_parallel(
+    settings: Settings, nodes: int, of_a_node: int, shard: Any = -1
+) -> None:
     """Divide the GPUs by those that share a model. shard: GPUs of one copy of it (HSDP), or -1."""
     gpus = nodes * of_a_node
     ranks = ranks_of_a_model(settings)
@@ -154,19 +160,30 @@ def set_data_parallel(settings: Settings, nodes: int, of_a_node: int, shard: Any
 
 def decay_all(settings: Settings) -> None:
     """Decay vectors too: the optimiser there has one group of parameters."""
-    roles = ("policy", "critic") if settings.get("algorithm.advantage") == "gae" else ("policy",)
+    roles = (
+        ("policy", "critic")
+        if settings.get("algorithm.advantage") == "gae"
+        else ("policy",)
+    )
     for role in roles:
         if settings.get(f"{role}.optimizer.weight_decay"):
             settings[f"{role}.optimizer.weight_decay_on"] = "all"
 
 
-def move_discount(settings: Settings, estimators: Sequence[str] = ("reinforce_plus_plus", "gigpo")) -> None:
+def move_discount(
+    settings: Settings, estimators: Sequence[str] = ("reinforce_plus_plus", "gigpo")
+) -> None:
     """Write the discount to the setting of the estimator: one key there, two settings here."""
-    if settings.get("algorithm.advantage") in estimators and "algorithm.gae.gamma" in settings:
+    if (
+        settings.get("algorithm.advantage") in estimators
+        and "algorithm.gae.gamma" in settings
+    ):
         settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
 
 
-def ask_for_critics_size(policy: Any, critic: Any, settings: Settings, to_decide: list[str]) -> None:
+def ask_for_critics_size(
+    policy: Any, critic: Any, settings: Settings, to_decide: list[str]
+) -> None:
     """policy, critic: prompts of a mini-batch."""
     if settings.get("algorithm.advantage") == "gae" and critic != policy:
         to_decide.append(
@@ -175,7 +192,9 @@ def ask_for_critics_size(policy: Any, critic: Any, settings: Settings, to_decide
         )
 
 
-def name_episodes(key: str, placeholder: str, settings: Settings, to_decide: list[str]) -> None:
+def name_episodes(
+    key: str, placeholder: str, settings: Settings, to_decide: list[str]
+) -> None:
     """Set a placeholder, with which the settings of turns keep their effect."""
     if not settings.get(key):
         settings[key] = placeholder
@@ -183,7 +202,11 @@ def name_episodes(key: str, placeholder: str, settings: Settings, to_decide: lis
 
 
 def paths_of(value: Any) -> list[str]:
-    return [str(path) for path in value] or [""] if isinstance(value, list) else [str(value or "")]
+    return (
+        [str(path) for path in value] or [""]
+        if isinstance(value, list)
+        else [str(value or "")]
+    )
 
 
 def set_validation(paths: Sequence[Any], settings: Settings, to_decide: list[str]) -> None:
@@ -242,11 +265,17 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
         return
     plays = settings.get("rollout.environment") or settings.get("rollout.tools")
     turns = above_0(settings.get("rollout.max_turns", 8)) if plays else 1
-    longest = lengths[0] + (above_0(settings.get("rollout.max_episode_tokens")) or turns * lengths[1])
-    of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
+    longest = lengths[0] + (
+        above_0(settings.get("rollout.max_episode_tokens")) or turns * lengths[1]
+    )
+    of_a_rank = math.ceil(
+        longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1)
+    )
     if cap is None:
         formula = f"the larger of {CAP} and 2 x {of_a_rank}, the longest sequence of a rank"
-        cap = settings.compute("policy.max_tokens_per_micro_batch", max(CAP, 2 * of_a_rank), formula)
+        cap = settings.compute(
+            "policy.max_tokens_per_micro_batch", max(CAP, 2 * of_a_rank), formula
+        )
         to_decide.append(
             f"policy.max_tokens_per_micro_batch={cap}: replaces sequences per micro-batch. Raise or lower it."
         )

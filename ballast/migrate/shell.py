@@ -25,7 +25,12 @@ VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-=])([^{}]*))?\}|\$(\w+)")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 COMMAND = re.compile(r"\$\((?!\()(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 OPTION = re.compile(r"--[A-Za-z]|[+~]{0,2}[A-Za-z_]\w*(?:[./@]\w+)+=")
-HIDDEN = {" ": "\x1c", '"': "\x1d", "'": "\x1e", "#": "\x1f"}  # in $(...), which stays one word
+HIDDEN = {
+    " ": "\x1c",
+    '"': "\x1d",
+    "'": "\x1e",
+    "#": "\x1f",
+}  # in $(...), which stays one word
 SHOWN = {hidden: letter for letter, hidden in HIDDEN.items()}
 COMPARISONS = {
     "=": operator.eq,
@@ -59,7 +64,9 @@ class ShellScript:
 
     def __init__(self, text: str) -> None:
         self.text = re.sub(r"^\s*#.*\n", "", text, flags=re.M).replace("\\\n", " ")
-        self.variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
+        self.variables = {
+            name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ
+        }
         self.branches: list[Branch] = []
         self.notes: list[str] = []
 
@@ -82,7 +89,9 @@ class ShellScript:
                 yield word
             yield "\n"
         if unfinished:
-            raise ValueError(f"a quote is not closed: {unfinished.strip().splitlines()[0][:60]}")
+            raise ValueError(
+                f"a quote is not closed: {unfinished.strip().splitlines()[0][:60]}"
+            )
 
     def _reached(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the words outside of branches that are not taken."""
@@ -92,14 +101,22 @@ class ShellScript:
             word = words[position]
             is_first = position == 0 or words[position - 1] in (";", "then", "else", "do")
             if is_first and word in ("if", "elif"):
-                end = words.index("then", position) if "then" in words[position:] else len(words)
-                self._begin_part(word, [part for part in words[position + 1 : end] if part != ";"])
+                end = (
+                    words.index("then", position)
+                    if "then" in words[position:]
+                    else len(words)
+                )
+                self._begin_part(
+                    word, [part for part in words[position + 1 : end] if part != ";"]
+                )
                 position = end
             elif is_first and word == "else" and self.branches:
                 self._begin_part(word, [])
             elif is_first and word == "fi" and self.branches:
                 self.branches.pop()
-            elif word not in (";", "then") and all(branch.is_read for branch in self.branches):
+            elif word not in (";", "then") and all(
+                branch.is_read for branch in self.branches
+            ):
                 if OPTION.match(word):
                     self._note_branches()
                 yield word
@@ -112,11 +129,15 @@ class ShellScript:
                 f"if {' '.join(condition)[:60]}: only a shell knows it, so that its parts were read in their "
                 "order."
             )
-            self.branches.append(Branch(is_met is not False, is_met, note if is_met is None else ""))
+            self.branches.append(
+                Branch(is_met is not False, is_met, note if is_met is None else "")
+            )
         elif self.branches:
             branch = self.branches[-1]
             branch.is_read = branch.was_taken is not True and is_met is not False
-            branch.was_taken = True if branch.was_taken or is_met else (branch.was_taken and is_met)
+            branch.was_taken = (
+                True if branch.was_taken or is_met else (branch.was_taken and is_met)
+            )
 
     def _note_branches(self) -> None:
         for branch in self.branches:
@@ -153,13 +174,21 @@ class ShellScript:
         if isinstance(node, ast.Name):
             return int(self.variables.get(node.id, ""))
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return int(OPERATORS[type(node.op)](self._evaluate(node.left), self._evaluate(node.right)))
+            return int(
+                OPERATORS[type(node.op)](
+                    self._evaluate(node.left), self._evaluate(node.right)
+                )
+            )
         raise ValueError(node)
 
 
 def _is_met(condition: Sequence[str]) -> bool | None:
     """Return whether a test in brackets holds, None where only a shell knows it."""
-    if len(condition) < 3 or condition[0] not in ("[", "[[") or condition[-1] not in ("]", "]]"):
+    if (
+        len(condition) < 3
+        or condition[0] not in ("[", "[[")
+        or condition[-1] not in ("]", "]]")
+    ):
         return None
     words = condition[1:-1]
     if any("$" in word for word in words):
@@ -167,7 +196,10 @@ def _is_met(condition: Sequence[str]) -> bool | None:
     for joint, decides in (("||", True), ("&&", False)):
         if joint in words:
             split = words.index(joint)
-            parts = [_is_met(["[", *words[:split], "]"]), _is_met(["[", *words[split + 1 :], "]"])]
+            parts = [
+                _is_met(["[", *words[:split], "]"]),
+                _is_met(["[", *words[split + 1 :], "]"]),
+            ]
             return decides if decides in parts else None if None in parts else not decides
     if len(words) == 2 and words[0] in ("-n", "-z"):
         return bool(words[1]) == (words[0] == "-n")

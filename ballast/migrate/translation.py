@@ -14,7 +14,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from ballast.migrate.commands import FIT, SFT, Command, Recognition, recognise_offline
-from ballast.migrate.offline import TABLES, defaults, derive_offline, is_derived, rename_keys
+from ballast.migrate.offline import (
+    TABLES,
+    defaults,
+    derive_offline,
+    is_derived,
+    rename_keys,
+)
 from ballast.migrate.reading import parse_value
 from ballast.migrate.rules import PLACES_OF_EPISODES, Settings
 from ballast.migrate.systems import derive, keys_of, prepare
@@ -27,7 +33,9 @@ from controller.preflight.offline_checks import check_offline_settings
 from workers.errors import ConfigError
 
 KNOWN = FIT.known
-ROWS = [row for row in counterparts() if row.is_of(KNOWN) and row.system not in TABLES.values()]
+ROWS = [
+    row for row in counterparts() if row.is_of(KNOWN) and row.system not in TABLES.values()
+]
 OPTIONS = {key for key, setting in KNOWN.items() if setting.type == Options}
 INSTEAD = {
     "data.train": ("data.sources",),
@@ -41,7 +49,11 @@ PLACEHOLDERS = {
 
 PLAYERS = ("rollout.tools", "rollout.environment", "rollout.agent", "rollout.agent_command")
 """Settings of who plays a sample's turns."""
-OF_PLAYERS = ("rollout.max_turns", "rollout.max_episode_tokens", "rollout.max_tool_characters")
+OF_PLAYERS = (
+    "rollout.max_turns",
+    "rollout.max_episode_tokens",
+    "rollout.max_tool_characters",
+)
 """Settings that have no effect without one of them."""
 
 MARKS = {
@@ -96,12 +108,17 @@ class Migration:
             f"# Recognised by {self.evidence}.",
         ]
         for title, entries in lists.items():
-            lines += [f"# {title}:", *(f"#   {entry}" for entry in entries)] if entries else []
+            lines += (
+                [f"# {title}:", *(f"#   {entry}" for entry in entries)] if entries else []
+            )
         nested = OmegaConf.create()
         for key in filter(self.settings.__contains__, self.command.known):
             OmegaConf.update(nested, key, self.settings[key], force_add=True)
         text = yaml.safe_dump(
-            OmegaConf.to_container(nested), sort_keys=False, default_flow_style=None, width=100
+            OmegaConf.to_container(nested),
+            sort_keys=False,
+            default_flow_style=None,
+            width=100,
         )
         return "\n".join(lines) + "\n" + text
 
@@ -121,15 +138,23 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
     rows = _rows([row for row in ROWS if row.system == system], recipe, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
-    row_values = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
-    named = {key: value for key, value in recipe.items() if key.startswith(("env.", "select."))}
+    row_values = {
+        row.key: value
+        for _, value, row, _ in rows
+        if value is not None and "$" not in str(value)
+    }
+    named = {
+        key: value for key, value in recipe.items() if key.startswith(("env.", "select."))
+    }
     defaults = {key: migration.settings[key] for key in migration.defaults}
     copied = dict(migration.settings)
     derive(system, named | row_values, migration.settings, migration.open)
     _follow_derived(migration, defaults)
     if "resources.device" not in migration.settings:
         migration.settings["resources.device"] = "cuda"
-        migration.defaults["resources.device"] = "cuda (GPUs there, also where this command has none)"
+        migration.defaults["resources.device"] = (
+            "cuda (GPUs there, also where this command has none)"
+        )
     for key, placeholder in PLACEHOLDERS.items():
         if not {key, *INSTEAD.get(key, ())} & migration.settings.keys():
             migration.settings[key] = placeholder
@@ -144,13 +169,17 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
     return migration
 
 
-def _list_computed(migration: Migration, copied: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+def _list_computed(
+    migration: Migration, copied: Mapping[str, Any], recipe: Mapping[str, Any]
+) -> None:
     """List the settings that are in no key of theirs as they are, with their formulas."""
     theirs = [text_of(value) for value in recipe.values()]
     for key, value in migration.settings.items():
         formula = migration.settings.formulas.get(key)
         is_copy = copied.get(key) == value or text_of(value) in theirs
-        is_placeholder = any(line.startswith(f"{key}={value}: a placeholder") for line in migration.open)
+        is_placeholder = any(
+            line.startswith(f"{key}={value}: a placeholder") for line in migration.open
+        )
         if formula:
             migration.computed.append(f"{key}={text_of(value)}: {formula}")
         elif not is_copy and not is_placeholder and key != "resources.device":
@@ -159,15 +188,23 @@ def _list_computed(migration: Migration, copied: Mapping[str, Any], recipe: Mapp
             )
 
 
-def _name_switched_off(recipe: Mapping[str, Any], prepared: Mapping[str, Any], migration: Migration) -> None:
+def _name_switched_off(
+    recipe: Mapping[str, Any], prepared: Mapping[str, Any], migration: Migration
+) -> None:
     """List keys that are read by nothing there. A key of another name with the same value has replaced its
     own.
     """
     renamed_values = [value for key, value in prepared.items() if key not in recipe]
-    off = [key for key, value in recipe.items() if key not in prepared and value not in renamed_values]
+    off = [
+        key
+        for key, value in recipe.items()
+        if key not in prepared and value not in renamed_values
+    ]
     if off:
         rest = f" and {len(off) - 8} more" if len(off) > 8 else ""
-        migration.without.append(f"{', '.join(off[:8])}{rest}: other keys switch them off there")
+        migration.without.append(
+            f"{', '.join(off[:8])}{rest}: other keys switch them off there"
+        )
 
 
 def _follow_derived(migration: Migration, defaults: Mapping[str, Any]) -> None:
@@ -190,17 +227,24 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     migration.open += notes
     tables = (TABLES[system], system)
     of_system = [row for name in tables for row in counterparts() if row.system == name]
-    of_system = [replace(row, here=(command.size,)) if row.here == (SFT.size,) else row for row in of_system]
+    of_system = [
+        replace(row, here=(command.size,)) if row.here == (SFT.size,) else row
+        for row in of_system
+    ]
     table = [row for row in of_system if row.is_of(command.known)]
     rows = _rows([replace(row, default="") for row in table], recipe, migration)
     missing = defaults(system, command, recipe)
     default_rows = _rows(table, missing, Migration(system))
-    rows = [(key, value, row, False) for key, value, row, is_given in default_rows if is_given] + rows
+    rows = [
+        (key, value, row, False) for key, value, row, is_given in default_rows if is_given
+    ] + rows
     for theirs, value, row, is_given in rows:
         if not is_derived(system, theirs) and command.size not in row.here:
             _apply(migration, row, theirs, value, is_given=is_given)
     copied = dict(migration.settings)
-    derive_offline(system, command, {**missing, **recipe}, migration.settings, migration.open)
+    derive_offline(
+        system, command, {**missing, **recipe}, migration.settings, migration.open
+    )
     for key in ("model.path", "data.train"):
         if not migration.settings.get(key):
             migration.settings[key] = PLACEHOLDERS[key]
@@ -269,7 +313,11 @@ def _rows(
     ]
     return sorted(
         entries,
-        key=lambda entry: (bool({"true", "false"} & set(entry[2].values)), entry[3], -len(entry[2].here)),
+        key=lambda entry: (
+            bool({"true", "false"} & set(entry[2].values)),
+            entry[3],
+            -len(entry[2].here),
+        ),
     )
 
 
@@ -277,11 +325,15 @@ def text_of(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, is_given: bool) -> None:
+def _apply(
+    migration: Migration, row: Counterpart, theirs: str, value: Any, *, is_given: bool
+) -> None:
     changes: dict[str, Any] = {}
     assignment = f"{theirs}={text_of(value)}"
     if isinstance(value, str) and "$" in value:
-        migration.open.append(f"{assignment}: a value that only its own program knows; {row.answer}.")
+        migration.open.append(
+            f"{assignment}: a value that only its own program knows; {row.answer}."
+        )
         return
     if row.key in keys_of(row.system):
         return
@@ -289,7 +341,9 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
     in_table = all(text_of(one) in row.values for one in ones)
     for one in ones:
         if text_of(one) in row.values:
-            changes |= {key: parse_value(ours) for key, ours in row.values[text_of(one)].items()}
+            changes |= {
+                key: parse_value(ours) for key, ours in row.values[text_of(one)].items()
+            }
         elif not row.here:
             if is_given:
                 migration.without.append(f"{assignment}: {row.note}")
@@ -311,24 +365,37 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
         migration.differs.append(f"{assignment}: {row.answer}")
 
 
-def _passed_on(migration: Migration, row: Counterpart, assignment: str, value: Any) -> dict[str, Any]:
-    value = parse_value(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
+def _passed_on(
+    migration: Migration, row: Counterpart, assignment: str, value: Any
+) -> dict[str, Any]:
+    value = (
+        parse_value(value) if isinstance(value, str) else value
+    )  # a number that JSON or Python quotes
     if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
-        (key,), name = row.here, assignment.partition("=")[0].rpartition(".")[2].replace("-", "_")
+        (key,), name = (
+            row.here,
+            assignment.partition("=")[0].rpartition(".")[2].replace("-", "_"),
+        )
         return {key: {**migration.settings.get(key, {}), name: value}}
     if row.here == ("model.lora.target_modules",) and isinstance(value, list):
         value = ",".join(map(str, value))
     is_list = isinstance(value, list) and len(value) == len(row.here)
     known_settings = migration.command.known
     takes = partial(_takes, known_settings)
-    values = value if is_list and not all(map(takes, row.here, [value])) else [value] * len(row.here)
+    values = (
+        value
+        if is_list and not all(map(takes, row.here, [value]))
+        else [value] * len(row.here)
+    )
     changes = {
         key: one
         for key, one in zip(row.here, values, strict=True)
         if key in known_settings and takes(key, one)
     }
     if len(changes) < len(row.here):
-        migration.open.append(f"{assignment}: {row.answer}, which does not take this value.")
+        migration.open.append(
+            f"{assignment}: {row.answer}, which does not take this value."
+        )
         return {}
     return changes
 
@@ -342,7 +409,10 @@ def _takes(known_settings: Mapping[str, Setting], key: str, value: Any) -> bool:
 
 
 def _check(command: Command, chosen: Mapping[str, Any]) -> None:
-    words = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in chosen.items()]
+    words = [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
+        for key, value in chosen.items()
+    ]
     config = load_as(command.schema, None, words)
     if isinstance(config, OfflineConfig):
         check_offline_settings(config)
@@ -359,15 +429,23 @@ def _settle(migration: Migration) -> None:
             return
         except ConfigError as error:
             prefixes = tuple(
-                f"{key}={value!r}" for key, value in chosen.items() if value in PLACES_OF_EPISODES
+                f"{key}={value!r}"
+                for key, value in chosen.items()
+                if value in PLACES_OF_EPISODES
             )
             errors = [
-                str(one) for one in getattr(error, "errors", [error]) if not str(one).startswith(prefixes)
+                str(one)
+                for one in getattr(error, "errors", [error])
+                if not str(one).startswith(prefixes)
             ]
             text = " ".join(errors)
             if not text:  # no file of a placeholder, which is listed already
                 return
-            places = {key: text.find(key) for key in chosen if key in text and key not in PLACEHOLDERS}
+            places = {
+                key: text.find(key)
+                for key in chosen
+                if key in text and key not in PLACEHOLDERS
+            }
             if not places:  # a default of ours does not go with them: a file to finish helps more than none
                 migration.open.append(text)
                 return
@@ -379,7 +457,9 @@ def _settle(migration: Migration) -> None:
                 if idle and player:
                     reason = f"add it with {player}, without which it has no effect"
                 else:
-                    reason = "no effect in this combination" if idle else f"left out. {text}"
+                    reason = (
+                        "no effect in this combination" if idle else f"left out. {text}"
+                    )
                 lines = migration.without if idle and not player else migration.open
                 lines.append(f"{key}={text_of(value)}: {reason}")
 

@@ -56,7 +56,9 @@ def write_trajectories(run_folder: Path, step: int | None, output: Path) -> list
     if step is None:
         step = steps[-1]
     if step not in steps:
-        raise ConfigError(f"--step={step}: no samples of it. Recorded are {steps[0]} to {steps[-1]}.")
+        raise ConfigError(
+            f"--step={step}: no samples of it. Recorded are {steps[0]} to {steps[-1]}."
+        )
     config = load_recorded(run_folder / "config.yaml")
     decode = _load_decoder(config.model.path)
     samples, has_images = _read_samples(step_file(run_folder, step))
@@ -67,16 +69,24 @@ def write_trajectories(run_folder: Path, step: int | None, output: Path) -> list
             "schema_version": SCHEMA,
             "session_id": f"{run_folder.name}/{session}",
             "trajectory_id": f"{run_folder.name}/{session}",
-            "agent": {"name": "ballast", "version": __version__, "model_name": config.model.path},
+            "agent": {
+                "name": "ballast",
+                "version": __version__,
+                "model_name": config.model.path,
+            },
             **_describe(sample, decode),
         }
         trajectory["extra"]["training_step"] = step
         if has_images:
-            trajectory["notes"] = "Images are left out. Their places in prompts are the model's placeholders."
+            trajectory["notes"] = (
+                "Images are left out. Their places in prompts are the model's placeholders."
+            )
         path = output / session / "trajectory.json"
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(trajectory, ensure_ascii=False, indent=1), encoding="utf-8")
+            path.write_text(
+                json.dumps(trajectory, ensure_ascii=False, indent=1), encoding="utf-8"
+            )
         paths.append(path)
     return paths
 
@@ -99,7 +109,15 @@ def _read_samples(path: Path) -> tuple[list[Sample], bool]:
     for sample, count in enumerate(branches):
         # The first row of a sample with branches is all of it in order. The branches are what a model read.
         sample_rows = rows[first + 1 : first + 1 + count] or [rows[first]]
-        samples.append(Sample(uids[sample], numbers[sample], truncated[sample], sample_rows, scores[sample]))
+        samples.append(
+            Sample(
+                uids[sample],
+                numbers[sample],
+                truncated[sample],
+                sample_rows,
+                scores[sample],
+            )
+        )
         first += 1 + count
     return samples, has_images
 
@@ -114,8 +132,12 @@ def _describe(sample: Sample, decode: Decode) -> dict[str, Any]:
     return {
         "steps": steps,
         "final_metrics": {
-            "total_prompt_tokens": sum(step_metrics["prompt_tokens"] for step_metrics in metrics),
-            "total_completion_tokens": sum(step_metrics["completion_tokens"] for step_metrics in metrics),
+            "total_prompt_tokens": sum(
+                step_metrics["prompt_tokens"] for step_metrics in metrics
+            ),
+            "total_completion_tokens": sum(
+                step_metrics["completion_tokens"] for step_metrics in metrics
+            ),
             "total_steps": len(steps),
             "extra": {"reward": sample.score["reward"], "parts": sample.score["parts"]},
         },
@@ -128,7 +150,9 @@ def _describe(sample: Sample, decode: Decode) -> dict[str, Any]:
     }
 
 
-def _steps_of(row: Mapping[str, np.ndarray], number: int, decode: Decode) -> Iterator[dict[str, Any]]:
+def _steps_of(
+    row: Mapping[str, np.ndarray], number: int, decode: Decode
+) -> Iterator[dict[str, Any]]:
     """Yield the steps of a row, an observation with the agent's step that it follows."""
     ids = row["input_ids"].tolist()
     log_probs = row["rollout_log_probs"].astype(np.float64).tolist()
@@ -136,7 +160,11 @@ def _steps_of(row: Mapping[str, np.ndarray], number: int, decode: Decode) -> Ite
     observed_until = [*starts, len(ids)]
     extra = {"row": number}
     if observed_until[0]:
-        yield {"source": "user", "message": decode(ids[: observed_until[0]], False), "extra": extra}
+        yield {
+            "source": "user",
+            "message": decode(ids[: observed_until[0]], False),
+            "extra": extra,
+        }
     for start, end, until in zip(starts, ends, observed_until[1:], strict=True):
         step: dict[str, Any] = {
             "source": "agent",

@@ -15,7 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(arguments: Sequence[str] | None) -> None:
-    parser = OneLineParser(prog="python -m ballast report", description="One page about a run.")
+    parser = OneLineParser(
+        prog="python -m ballast report", description="One page about a run."
+    )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     print(write_report(parser.parse_args(arguments).folder))
 

@@ -30,14 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(arguments: Sequence[str] | None) -> None:
-    parser = OneLineParser(prog="python -m ballast show", description="What the samples of a run said.")
+    parser = OneLineParser(
+        prog="python -m ballast show", description="What the samples of a run said."
+    )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--step", type=int, metavar="N", help="step to show (the last)")
     parser.add_argument(
-        "--session", type=int, metavar="K", help="sample to draw, by its number in the step's table"
+        "--session",
+        type=int,
+        metavar="K",
+        help="sample to draw, by its number in the step's table",
     )
     parser.add_argument(
-        "--validation", action="store_true", help="held-out responses instead of training samples"
+        "--validation",
+        action="store_true",
+        help="held-out responses instead of training samples",
     )
     parser.add_argument(
         "--atif",
@@ -47,17 +54,25 @@ def _show(arguments: Sequence[str] | None) -> None:
     )
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder}: there is no such folder. Give a folder like runs/NAME.")
+        raise ConfigError(
+            f"{options.folder}: there is no such folder. Give a folder like runs/NAME."
+        )
     if options.atif:
         _export(options)
         return
     run = RunFolder(options.folder)
     step = options.step
     number = options.session
-    steps = run.validated_steps if options.validation else sorted({row["step"] for row in run.samples})
+    steps = (
+        run.validated_steps
+        if options.validation
+        else sorted({row["step"] for row in run.samples})
+    )
     step = max(steps, default=0) if step is None else step
     samples = (
-        run.validation(step) if options.validation else (row for row in run.samples if row["step"] == step)
+        run.validation(step)
+        if options.validation
+        else (row for row in run.samples if row["step"] == step)
     )
     rows = list(filter(is_whole, samples))
     if not rows:
@@ -73,23 +88,31 @@ def _show(arguments: Sequence[str] | None) -> None:
             f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}."
         )
     view = (
-        _table(title, rows) if number is None else draw_tree(rows[number - 1], f"{title}, session {number}")
+        _table(title, rows)
+        if number is None
+        else draw_tree(rows[number - 1], f"{title}, session {number}")
     )
     plain_console(sys.stdout).print(view, soft_wrap=False)
 
 
 def _export(options: argparse.Namespace) -> None:
     if options.validation:
-        raise ConfigError("--validation: held-out responses have no token ids. Leave it out with --atif.")
+        raise ConfigError(
+            "--validation: held-out responses have no token ids. Leave it out with --atif."
+        )
     if options.session is not None:
-        raise ConfigError(f"--session={options.session}: --atif writes every sample of a step. Leave it out.")
+        raise ConfigError(
+            f"--session={options.session}: --atif writes every sample of a step. Leave it out."
+        )
     paths = write_trajectories(options.folder, options.step, options.atif)
     print(f"{len(paths)} trajectories: {paths[0].parents[1]}")
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
     summaries = list(map(summary, rows))
-    table = Table("session", title=title, title_justify="left", box=None, expand=True, pad_edge=False)
+    table = Table(
+        "session", title=title, title_justify="left", box=None, expand=True, pad_edge=False
+    )
     summary_names = {name for numbers in summaries for name in numbers}
     names = [name for name in COLUMNS if name in summary_names]
     for name in names:

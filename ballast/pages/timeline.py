@@ -26,20 +26,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _trace(arguments: Sequence[str] | None) -> None:
-    parser = OneLineParser(prog="python -m ballast timeline", description="A run as a Perfetto trace.")
+    parser = OneLineParser(
+        prog="python -m ballast timeline", description="A run as a Perfetto trace."
+    )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument(
-        "--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)"
+        "--steps",
+        type=parse_steps,
+        metavar="3-5",
+        help="steps to show, both ends included (all)",
     )
     parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
     options = parser.parse_args(arguments)
     if options.output and options.output.exists():
-        raise ConfigError(f"--output={options.output}: the file exists. Name another file, or remove it.")
+        raise ConfigError(
+            f"--output={options.output}: the file exists. Name another file, or remove it."
+        )
     output = options.output or options.folder / "trace.json"
     events = trace_events(read_timeline(options.folder, options.steps))
     with writing("--output", output):
         write_trace(output, events)
-    print(f"{output}: {len(events):,} events. Open it in https://ui.perfetto.dev or chrome://tracing")
+    print(
+        f"{output}: {len(events):,} events. Open it in https://ui.perfetto.dev or chrome://tracing"
+    )
 
 
 if __name__ == "__main__":

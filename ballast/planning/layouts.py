@@ -22,12 +22,24 @@ from typing import Any
 
 from balancing.time_model import Layout, StepTime
 from balancing.time_model.memory import engine_holds, fullest_gib, training_gib
-from balancing.time_model.search import Half, Problem, best_layouts, engine_halves, training_halves
+from balancing.time_model.search import (
+    Half,
+    Problem,
+    best_layouts,
+    engine_halves,
+    training_halves,
+)
 from controller.config import Config, changed_yaml, load
 from controller.config.file import value_of
 from controller.config.model_files import fetch_description, read_model_files
 from controller.lifecycle.session import exit_code
-from controller.preflight.arguments import Arguments, Command, OneLineParser, parse_arguments, writing
+from controller.preflight.arguments import (
+    Arguments,
+    Command,
+    OneLineParser,
+    parse_arguments,
+    writing,
+)
 from controller.preflight.checks import check, check_layout
 from controller.preflight.cluster import place, run_on
 from controller.preflight.describe_time import read_problem
@@ -45,7 +57,10 @@ from workers.model.rules.model_rules import (
 )
 
 COMMAND = Command(
-    "ballast.planning.layouts", "Find the fastest layouts of a run.", Config, describes_clusters=True
+    "ballast.planning.layouts",
+    "Find the fastest layouts of a run.",
+    Config,
+    describes_clusters=True,
 )
 USAGE = (
     "python -m ballast layout --config FILE --cluster NODES [--write FILE [--take N]] [--json] "
@@ -94,11 +109,18 @@ class LayoutSearch:
         run_on(self.config, self._cluster)
         fetch_description(self.config.model.path, "model.path", print)
         self._text = read_model_files(self.config.model.path, "model.path").text
-        self._fixed = {name.partition("=")[0] for name in request.overrides} & SETTINGS.keys()
+        self._fixed = {
+            name.partition("=")[0] for name in request.overrides
+        } & SETTINGS.keys()
         self._needs = needs_of(self.config)
         self._problem = self._read_problem()
-        ahead = self._read_problem(replace(self.config.rollout, placement="apart", max_staleness=1))
-        self._problems = {False: self._problem, True: ahead}  # by staleness, with which passes fall away
+        ahead = self._read_problem(
+            replace(self.config.rollout, placement="apart", max_staleness=1)
+        )
+        self._problems = {
+            False: self._problem,
+            True: ahead,
+        }  # by staleness, with which passes fall away
 
     def _read_problem(self, rollout: RolloutConfig | None = None) -> Problem:
         config = copy(self.config)
@@ -107,7 +129,10 @@ class LayoutSearch:
 
     def best(self) -> Iterator[tuple[StepTime, Layout, Config]]:
         """Yield layouts that the run's own checks allow, fastest first."""
-        base = replace(layout_of(self.config, self._cluster), compiled=self.config.model.compile != "never")
+        base = replace(
+            layout_of(self.config, self._cluster),
+            compiled=self.config.model.compile != "never",
+        )
         shares = {
             name: self.config.rollout.gpu_share(name) * self._cluster.gpu_gib
             for name in ("colocated", "apart")
@@ -120,7 +145,9 @@ class LayoutSearch:
         halves = partial(self._halves, base)
         streams = []
         for ahead, problem in self._problems.items():
-            placed = [(ranks, half) for ranks, half in engines if bool(half["staleness"]) is ahead]
+            placed = [
+                (ranks, half) for ranks, half in engines if bool(half["staleness"]) is ahead
+            ]
             streams.append(best_layouts(problem, base, placed, halves, self._fits))
         for seconds, layout in islice(
             merge(*streams, key=lambda candidate: candidate[0].seconds), MOST_CHECKED
@@ -146,9 +173,14 @@ class LayoutSearch:
             layout = replace(base, **half)
             if self._keeps(layout, half) and self._allows(layout):
                 for mode in [chosen] if chosen != "auto" else modes:
-                    variant = ATTENTION_KEPT if mode == "selective" and layout.compiled else mode
+                    variant = (
+                        ATTENTION_KEPT if mode == "selective" and layout.compiled else mode
+                    )
                     candidate = replace(layout, recomputed=RECOMPUTED[variant])
-                    if training_gib(self._problem.shape, candidate, self._needs)[1] <= self._gib:
+                    if (
+                        training_gib(self._problem.shape, candidate, self._needs)[1]
+                        <= self._gib
+                    ):
                         yield {**half, "recomputed": candidate.recomputed}
                         break
 
@@ -186,7 +218,11 @@ class LayoutSearch:
             return False
         learns = layout.tp == 1 or not (config.uses_critic or config.uses_reward_model)
         fits = longest <= layout.max_tokens and layout.dp <= config.mini_batch_sizes[-1]
-        return learns and fits and layout.pp * layout.virtual_stages <= self._problem.shape.layers
+        return (
+            learns
+            and fits
+            and layout.pp * layout.virtual_stages <= self._problem.shape.layers
+        )
 
     def _serves(self, layout: Layout, half: Half) -> bool:
         heads = self._text.get("num_attention_heads", 1)
@@ -194,7 +230,9 @@ class LayoutSearch:
         pairs = self._text.get("num_key_value_heads") or heads
         divides = heads % tp == 0 and (pairs % tp == 0 or tp % pairs == 0)
         return (
-            self._keeps(layout, half) and divides and engine_holds(self._problem.shape, layout, self._needs)
+            self._keeps(layout, half)
+            and divides
+            and engine_holds(self._problem.shape, layout, self._needs)
         )
 
 
@@ -212,9 +250,13 @@ def lines_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> list
     """Describe a layout in two lines of at most 80 characters."""
     names = ("dp", "cp", "tp", "pp", "ep", "replicate")
     degrees = " ".join(
-        f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1 or name == "dp"
+        f"{name} {size}"
+        for name in names
+        if (size := getattr(layout, name)) > 1 or name == "dp"
     )
-    placement = layout.placement + (f", staleness {layout.staleness}" if layout.placement == "apart" else "")
+    placement = layout.placement + (
+        f", staleness {layout.staleness}" if layout.placement == "apart" else ""
+    )
     mode = CHECKPOINTING_OF[layout.recomputed]
     return [
         f"{number:2} {seconds.seconds:8,.2f} s {gib:4.0f} GiB  {degrees}; "
@@ -245,9 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> None:
     parser = OneLineParser(
-        prog="python -m ballast layout", usage=USAGE, description="Find a run's fastest layouts."
+        prog="python -m ballast layout",
+        usage=USAGE,
+        description="Find a run's fastest layouts.",
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the settings of a layout")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the settings of a layout"
+    )
     parser.add_argument(
         "--take",
         type=int,
@@ -256,13 +302,19 @@ def _run(arguments: Sequence[str] | None) -> None:
         metavar="N",
         help="its number in the list (1)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and lines on stderr")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, and lines on stderr"
+    )
     options, rest = parser.parse_known_args(arguments)
     request = parse_arguments([*rest, "--dry-run"], COMMAND)
     if request.cluster is None:
-        raise ConfigError("--cluster: describe the nodes, as in --cluster nodes=8,gpus=8,gpu=H100.")
+        raise ConfigError(
+            "--cluster: describe the nodes, as in --cluster nodes=8,gpus=8,gpu=H100."
+        )
     if options.write and options.write.exists():
-        raise ConfigError(f"--write {options.write}: the file exists. Name another file, or remove it.")
+        raise ConfigError(
+            f"--write {options.write}: the file exists. Name another file, or remove it."
+        )
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         records = _search(options, request)
     if options.json:
@@ -274,7 +326,9 @@ def _search(options: Namespace, request: Arguments) -> list[dict[str, Any]]:
     print("seconds of a step, GiB of the fullest GPU; idle: trainers, engines", flush=True)
     configs = []
     records = []
-    for number, (seconds, layout, config) in enumerate(islice(search.best(), SHOWN), start=1):
+    for number, (seconds, layout, config) in enumerate(
+        islice(search.best(), SHOWN), start=1
+    ):
         configs.append(config)
         gib = search.gib(layout)
         records.append(record_of(number, seconds, layout, gib))
@@ -289,10 +343,14 @@ def _search(options: Namespace, request: Arguments) -> list[dict[str, Any]]:
                 f"--take {options.take}: the list has {len(configs)} layouts. Name one of these."
             )
         choice = configs[options.take - 1]
-        settings = replace(choice, resources=load(request.config, request.overrides).resources)
+        settings = replace(
+            choice, resources=load(request.config, request.overrides).resources
+        )
         with writing("--write", options.write):
             options.write.write_text(changed_yaml(settings), encoding="utf-8")
-        print(f"{options.write}: layout {options.take}. Measure its memory with --dry-run --cluster")
+        print(
+            f"{options.write}: layout {options.take}. Measure its memory with --dry-run --cluster"
+        )
         check(choice)  # a setting of FILE may have no effect in the layout
     return records
 

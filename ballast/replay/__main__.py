@@ -94,7 +94,9 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     if output is not None and output.exists():
         raise ConfigError(f"--output={output}: it exists. Name a new folder.")
     config = replay_settings(run_config, start, output)
-    recorded = next((row for row in RunFolder(folder).metrics if row["step"] == parsed.step), {})
+    recorded = next(
+        (row for row in RunFolder(folder).metrics if row["step"] == parsed.step), {}
+    )
     check_layout(config)
     check_models(config)
     check_address(config)
@@ -102,16 +104,22 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     return partial(run, config, folder, start, recorded, output)
 
 
-def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> Config:
+def settings(
+    folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = False
+) -> Config:
     """Read a run's recorded settings, with the overrides. Raises DataError and ConfigError."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of a run: it has no config.yaml.")
     if not isinstance(load_recorded(path), Config):
-        raise ConfigError(f"{folder} trained on given sequences. Only runs of controller.fit are replayed.")
+        raise ConfigError(
+            f"{folder} trained on given sequences. Only runs of controller.fit are replayed."
+        )
     for override in overrides:
         if override.startswith("rollout.sampling."):
-            raise ConfigError(f"{override}: samples and log-probs come from the run. Leave it out.")
+            raise ConfigError(
+                f"{override}: samples and log-probs come from the run. Leave it out."
+            )
     config = load_as(ReplayConfig, path, overrides)
     leave_out_cpu_settings(config)
     if not trust_run:
@@ -127,8 +135,12 @@ def start_before(folder: Path, step: int, resume: str) -> Start:
     checkpoints = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
     began_elsewhere = resume not in ("never", "auto")
     if began_elsewhere:
-        checkpoints |= {path: read_manifest(path).step for path in checkpoints_at(Path(resume))}
-    earlier_checkpoints = {path: number for path, number in checkpoints.items() if number < step}
+        checkpoints |= {
+            path: read_manifest(path).step for path in checkpoints_at(Path(resume))
+        }
+    earlier_checkpoints = {
+        path: number for path, number in checkpoints.items() if number < step
+    }
     if began_elsewhere and not earlier_checkpoints:
         raise DataError(
             f"{folder} began at run.resume={resume}, where there is no checkpoint before step {step}."
@@ -160,10 +172,17 @@ def replay_settings(config: Config, start: Start, output: Path | None = None) ->
     of a recorded replay.
     """
     resume = str(start.checkpoint) if start.checkpoint else "never"
-    run = replace(config.run, record_samples=output is not None, save_every=0, checkpoint_every=0)
+    run = replace(
+        config.run, record_samples=output is not None, save_every=0, checkpoint_every=0
+    )
     run = replace(run, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=RewardModelConfig())  # samples have their rewards
-    return replace(config, run=run, reward=reward, tracking=TrackingConfig(tensorboard=False, timeline=False))
+    return replace(
+        config,
+        run=run,
+        reward=reward,
+        tracking=TrackingConfig(tensorboard=False, timeline=False),
+    )
 
 
 def run(
@@ -184,7 +203,11 @@ def run(
 
 
 def replay(
-    config: Config, folder: Path, steps: Iterable[int], console: "Console", output: Path | None = None
+    config: Config,
+    folder: Path,
+    steps: Iterable[int],
+    console: "Console",
+    output: Path | None = None,
 ) -> dict[str, float]:
     """Train a run's steps again on a connected Ray, from the state of run.resume, and return the last one's
     metrics.
@@ -198,13 +221,19 @@ def replay(
     cost_model = counted_costs(config)
     with tempfile.TemporaryDirectory(prefix="ballast-replay-") as written:
         place = output or Path(written, f"{config.run.name}-replay")
-        config = replace(config, run=replace(config.run, dir=str(place.parent), name=place.name))
+        config = replace(
+            config, run=replace(config.run, dir=str(place.parent), name=place.name)
+        )
         roles = {"only": config.training_roles, "total_steps": config.total_optimizer_steps}
         with session(config, console, {}, **roles) as started:
-            return train_again(open_recorded_run(config, started, folder, cost_model), steps, make_step)
+            return train_again(
+                open_recorded_run(config, started, folder, cost_model), steps, make_step
+            )
 
 
-def open_recorded_run(config: Config, started: Session, folder: Path, cost_model: CostModel) -> "Run":
+def open_recorded_run(
+    config: Config, started: Session, folder: Path, cost_model: CostModel
+) -> "Run":
     """Return a run that reads its samples from `folder`, and logs where engines and trainer differ."""
     from ballast.replay.recorded_buffer import RecordedBuffer, RecordedPrompts
     from controller.algorithm.logprob_check import LogProbCheck
@@ -212,8 +241,18 @@ def open_recorded_run(config: Config, started: Session, folder: Path, cost_model
 
     prompts = RecordedPrompts(config.data.prompt_key)
     buffer = partial(RecordedBuffer, folder)
-    functions = find_functions(config, settings=["algorithm.advantage_function", "batch.replay.by"])
-    run = Run(config, started, prompts, None, cost_model=cost_model, buffer=buffer, functions=functions)
+    functions = find_functions(
+        config, settings=["algorithm.advantage_function", "batch.replay.by"]
+    )
+    run = Run(
+        config,
+        started,
+        prompts,
+        None,
+        cost_model=cost_model,
+        buffer=buffer,
+        functions=functions,
+    )
     run.logprob_check = LogProbCheck(config, run.weight_version, started.record.console.log)
     return run
 
@@ -232,7 +271,9 @@ def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str
     return run.record.metrics
 
 
-def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, float]) -> list[str]:
+def comparison(
+    recorded: Mapping[str, float | None], replayed: Mapping[str, float]
+) -> list[str]:
     """Tabulate the metrics in SHOWN that either step has. Null in metrics.jsonl means not finite."""
     lines = [ROW.format("metric", "recorded", "replayed", "difference")]
     for name in SHOWN:
@@ -263,9 +304,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="record the replay here, for `ballast audit`"
+        "--step", type=int, required=True, metavar="K", help="the step, from 1"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="record the replay here, for `ballast audit`",
     )
     parser.add_argument(
         "--trust-run",
@@ -273,7 +319,10 @@ def _parser() -> argparse.ArgumentParser:
         help="run the loss function and the step that the run's settings name",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's"
+        "overrides",
+        nargs="*",
+        metavar="key.sub=value",
+        help="settings that replace the run's",
     )
     return parser
 

@@ -36,4 +36,6 @@ class RecordedPrompts:
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return `count` placeholders from place `start` on."""
         places = map(str, range(start, start + count))
-        return [Prompt(place, np.empty(0, np.int32), {self.key: place}, "") for place in places]
+        return [
+            Prompt(place, np.empty(0, np.int32), {self.key: place}, "") for place in places
+        ]

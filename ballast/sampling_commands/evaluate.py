@@ -41,10 +41,14 @@ def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> No
     report = evaluation(job, lines, given_up)
     path = job.config.run_folder / METRICS
     with writing(path):
-        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     console.log(ROW.format("metric", "value", f"{CONFIDENCE:.0%} interval", "by").rstrip())
     for name, metric in report["metrics"].items():
-        ends = "-" if metric["low"] is None else f"{metric['low']:.3f} to {metric['high']:.3f}"
+        ends = (
+            "-" if metric["low"] is None else f"{metric['low']:.3f} to {metric['high']:.3f}"
+        )
         value = "-" if metric["value"] is None else f"{metric['value']:.4f}"
         console.log(ROW.format(name, value, ends, metric["method"] or "").rstrip())
     console.log(f"{path}: {report['samples']:,} samples of {report['prompts']:,} prompts")
@@ -57,18 +61,26 @@ def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
     could make. failed_rewards: samples whose reward failed.
     """
     config = job.config
-    kept_lines = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]
+    kept_lines = [
+        line
+        for line in lines
+        if config.reward.on_failure != "drop" or "failure" not in line
+    ]
     if not kept_lines:
         raise RolloutError(f"every reward failed, the first: {lines[0]['failure']}")
     validation = config.validation
     values = by_prompt(
-        list(map(scored_response, kept_lines)), validation.success, validation.success_threshold
+        list(map(scored_response, kept_lines)),
+        validation.success,
+        validation.success_threshold,
     )
     metrics = {}
     for name, of_prompts in values.items():
         ends = interval(of_prompts)
         no_ends = {"low": None, "high": None, "method": None}
-        metrics[name] = {"value": finite(of_prompts.value)} | (asdict(ends) if ends else no_ends)
+        metrics[name] = {"value": finite(of_prompts.value)} | (
+            asdict(ends) if ends else no_ends
+        )
     return {
         "model": config.model.path,
         "data": config.data.train,

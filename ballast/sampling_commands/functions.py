@@ -46,7 +46,9 @@ class Evaluation:
             for name, one in metrics.items()
             if one["method"]
         }
-        return cls(folder, {name: one["value"] for name, one in metrics.items()}, intervals, facts)
+        return cls(
+            folder, {name: one["value"] for name, one in metrics.items()}, intervals, facts
+        )
 
 
 def evaluate(
@@ -74,7 +76,15 @@ def evaluate(
         "trust_run": trust_run,
     }
     return Evaluation.read(
-        _run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **options)
+        _run(
+            EvaluateConfig,
+            finish_evaluation,
+            config,
+            overrides,
+            "data.validation",
+            data,
+            **options,
+        )
     )
 
 
@@ -103,7 +113,14 @@ def generate(
         "trust_run": trust_run,
     }
     folder = _run(
-        GenerateConfig, finish_generation, config, overrides, "data.train", data, prompts=prompts, **options
+        GenerateConfig,
+        finish_generation,
+        config,
+        overrides,
+        "data.train",
+        data,
+        prompts=prompts,
+        **options,
     )
     return folder / SAMPLES
 
@@ -121,13 +138,17 @@ def _run(
     assignments = tuple(as_overrides(overrides, known_keys(schema)))
     if data is not None:
         run_dir = (
-            BaseRunConfig().dir if config is None else load_settings(schema, config, assignments).run.dir
+            BaseRunConfig().dir
+            if config is None
+            else load_settings(schema, config, assignments).run.dir
         )
         assignments = (*assignments, f"{key}={data_file(data, 'data', run_dir)}")
         assignments += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
         request = JobRequest(
-            settings=tuple(as_overrides(config, known_keys(schema))), overrides=assignments, **options
+            settings=tuple(as_overrides(config, known_keys(schema))),
+            overrides=assignments,
+            **options,
         )
     else:
         request = JobRequest(_path("config", config), overrides=assignments, **options)

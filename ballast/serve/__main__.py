@@ -39,16 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
-    parser = argparse.ArgumentParser("ballast serve", description="Serve Tinker's API over one policy.")
+    parser = argparse.ArgumentParser(
+        "ballast serve", description="Serve Tinker's API over one policy."
+    )
     parser.add_argument(
-        "--config", type=Path, action="append", default=[], help="file with settings, or several"
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        help="file with settings, or several",
     )
     parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1 (8000)")
     parser.add_argument("--api-key-file", type=Path, help="file with the clients' key")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(None if arguments is None else list(arguments))
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ConfigError(f"serve: the package {missing[0]} is missing. Install ballast-rl[serve].")
+        raise ConfigError(
+            f"serve: the package {missing[0]} is missing. Install ballast-rl[serve]."
+        )
     config = server_settings(load(options.config, options.overrides))
     key = _given_key(options.api_key_file)
     port = _bind(options.port)
@@ -66,9 +74,15 @@ def server_settings(config: Config) -> Config:
             f"policy.optimizer.name={config.policy.optimizer.name}: clients set AdamW's. Choose adamw."
         )
     if config.rollout.plays_episodes:
-        raise ConfigError("rollout: clients play their episodes. Remove environment, tools and agent.")
+        raise ConfigError(
+            "rollout: clients play their episodes. Remove environment, tools and agent."
+        )
     config.data.train, config.data.sources, config.data.validation = "", {}, ""
-    config.validation, config.reward, config.run.resume = ValidationConfig(), RewardConfig(), "auto"
+    config.validation, config.reward, config.run.resume = (
+        ValidationConfig(),
+        RewardConfig(),
+        "auto",
+    )
     return config
 
 
@@ -80,9 +94,13 @@ def _given_key(file: Path | None) -> str:
             else next((os.environ[name] for name in KEYS if name in os.environ), "")
         )
     except OSError as error:
-        raise ConfigError(f"--api-key-file={file}: {error.strerror}. Name a file with the key.") from None
+        raise ConfigError(
+            f"--api-key-file={file}: {error.strerror}. Name a file with the key."
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--api-key-file={file}: not a text. Name a file with the key.") from None
+        raise ConfigError(
+            f"--api-key-file={file}: not a text. Name a file with the key."
+        ) from None
     if (file or key) and not _is_key(key):
         raise ConfigError(
             f"API key: it must be {KEY_PREFIX} and ASCII characters, as the SDK demands. Change it."
@@ -97,11 +115,15 @@ def _bind(port: int) -> socket.socket:
     try:
         listener.bind((LOOPBACK, port))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port={port}: {getattr(error, 'strerror', error)}. Choose another.") from None
+        raise ConfigError(
+            f"--port={port}: {getattr(error, 'strerror', error)}. Choose another."
+        ) from None
     return listener
 
 
-def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.socket, key: str) -> None:
+def serve(
+    start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.socket, key: str
+) -> None:
     """Serve until an interrupt. port: bound. Raises as the run, and what stopped the server."""
     import uvicorn
 
@@ -119,12 +141,18 @@ def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.s
 
         service = Service(run, CallLog(folder), stop)
         app = make_app(service, key or _fresh_key(folder))
-        settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": GRACE_SECONDS}
+        settings = {
+            "log_level": "warning",
+            "access_log": False,
+            "timeout_graceful_shutdown": GRACE_SECONDS,
+        }
         server = uvicorn.Server(uvicorn_config(app, **settings))
         print(f"serving on http://{LOOPBACK}:{port.getsockname()[1]}", flush=True)
         server.run([port])
     if stopped:
-        raise type(stopped[0])(f"{clause(stopped[0])}. Start the server again to go on") from stopped[0]
+        raise type(stopped[0])(
+            f"{clause(stopped[0])}. Start the server again to go on"
+        ) from stopped[0]
 
 
 def _fresh_key(folder: Path) -> str:
@@ -133,9 +161,13 @@ def _fresh_key(folder: Path) -> str:
     """
     path = folder / "api-key"
     if not path.exists():
-        unfinished = path.with_suffix(".tmp")  # a kill between open and write left an empty key
+        unfinished = path.with_suffix(
+            ".tmp"
+        )  # a kill between open and write left an empty key
         unfinished.unlink(missing_ok=True)
-        with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        with open(
+            os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w"
+        ) as file:
             file.write(KEY_PREFIX + secrets.token_hex(32))
             file.flush()
             os.fsync(file.fileno())
@@ -145,13 +177,20 @@ def _fresh_key(folder: Path) -> str:
     except (OSError, UnicodeDecodeError):
         key = ""
     if not _is_key(key):
-        raise ConfigError(f"{path}: it holds no key that begins with {KEY_PREFIX}. Remove it, for a new one.")
+        raise ConfigError(
+            f"{path}: it holds no key that begins with {KEY_PREFIX}. Remove it, for a new one."
+        )
     print(f"the clients' key is in {path}", flush=True)
     return key
 
 
 def _is_key(key: str) -> bool:
-    return key.startswith(KEY_PREFIX) and len(key) > len(KEY_PREFIX) and key.isascii() and key.isprintable()
+    return (
+        key.startswith(KEY_PREFIX)
+        and len(key) > len(KEY_PREFIX)
+        and key.isascii()
+        and key.isprintable()
+    )
 
 
 if __name__ == "__main__":

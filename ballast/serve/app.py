@@ -46,7 +46,9 @@ async def body_of(request: Request) -> bytes:
     if request.headers.get("content-encoding", "").lower() != "zstd":
         return bytes(body)
     try:
-        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(io.BytesIO(body)) as reader:
+        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
+            io.BytesIO(body)
+        ) as reader:
             content: bytes = reader.read(MOST_BYTES + 1)
     except zstandard.ZstdError as error:
         raise RefusedError(f"body: not zstd ({error}). Send it again.") from None
@@ -56,7 +58,9 @@ async def body_of(request: Request) -> bytes:
 
 def _check_size(size: int) -> None:
     if size > MOST_BYTES:
-        raise RefusedError(f"body: above {MOST_BYTES // 2**20} MiB. Send fewer rows in a call.", 413)
+        raise RefusedError(
+            f"body: above {MOST_BYTES // 2**20} MiB. Send fewer rows in a call.", 413
+        )
 
 
 Body = Annotated[bytes, Depends(body_of)]
@@ -95,20 +99,25 @@ def make_app(service: Service, key: str) -> FastAPI:
         if answer is None:
             pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(pending, status_code=408)
-        return Response(answer.body, media_type=PROTOBUF if answer.protobuf else "application/json")
+        return Response(
+            answer.body, media_type=PROTOBUF if answer.protobuf else "application/json"
+        )
 
     return app
 
 
 def _guard(app: FastAPI, key: str) -> None:
     @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def guard(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
         client_key = request.headers.get("x-api-key", "") or request.headers.get(
             "authorization", ""
         ).removeprefix("Bearer ")
         if not hmac.compare_digest(client_key.encode(), key.encode()):
             return JSONResponse(
-                {"detail": "X-API-Key: not the server's key. Set TINKER_API_KEY."}, status_code=401
+                {"detail": "X-API-Key: not the server's key. Set TINKER_API_KEY."},
+                status_code=401,
             )
         return await call_next(request)
 
@@ -156,25 +165,44 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{API}/create_sampling_session")
     async def create_sampler(request: Json) -> dict[str, str]:
-        return {"sampling_session_id": service.create_sampler(request), "type": "create_sampling_session"}
+        return {
+            "sampling_session_id": service.create_sampler(request),
+            "type": "create_sampling_session",
+        }
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
     model = service.config.model.path
-    able = {"trainable": True, "sampleable": True, "max_context_length": service.config.max_model_tokens}
+    able = {
+        "trainable": True,
+        "sampleable": True,
+        "max_context_length": service.config.max_model_tokens,
+    }
     for method, path, content in (
         ("GET", "healthz", {"status": "ok"}),
-        ("POST", "client/config", {"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False}),
+        (
+            "POST",
+            "client/config",
+            {"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False},
+        ),
         ("POST", "client/dynamic_config", {}),
         ("POST", "telemetry", {"status": "accepted"}),
-        ("GET", "get_server_capabilities", {"supported_models": [{"model_name": model} | able]}),
+        (
+            "GET",
+            "get_server_capabilities",
+            {"supported_models": [{"model_name": model} | able]},
+        ),
     ):
         app.add_api_route(f"{API}/{path}", _always(**content), methods=[method])
 
     @app.post(f"{API}/get_info")
     async def info(request: Json) -> dict[str, Any]:
         data = {"arch": "", "model_name": model, "tokenizer_id": service.base_model}
-        about = {"type": "get_info", "model_id": wire.text(request, "model_id"), "model_name": model}
+        about = {
+            "type": "get_info",
+            "model_id": wire.text(request, "model_id"),
+            "model_name": model,
+        }
         return about | service.lora | {"model_data": data}
 
     @app.post(f"{API}/weights_info")
@@ -194,7 +222,9 @@ def _add_checkpoints(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{API}/checkpoints")
     @app.get(f"{runs}/{{model}}/checkpoints")
-    async def checkpoints(model: str = "", limit: Count = MOST, offset: Count = 0) -> dict[str, Any]:
+    async def checkpoints(
+        model: str = "", limit: Count = MOST, offset: Count = 0
+    ) -> dict[str, Any]:
         return _page("checkpoints", service.checkpoints.all(model), limit, offset)
 
     @app.get(runs)
@@ -203,11 +233,19 @@ def _add_checkpoints(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{runs}/{{model}}")
     async def training_run(model: str) -> dict[str, Any]:
-        if matches := [run for run in service.training_runs() if run["training_run_id"] == model]:
+        if matches := [
+            run for run in service.training_runs() if run["training_run_id"] == model
+        ]:
             return matches[0]
-        raise RefusedError(f"training_run_id={model!r:.80}: unknown. Use a model's id.", 404)
+        raise RefusedError(
+            f"training_run_id={model!r:.80}: unknown. Use a model's id.", 404
+        )
 
-    app.add_api_route(f"{runs}/{{model}}/checkpoints/{{kind}}/{{name}}", service.delete, methods=["DELETE"])
+    app.add_api_route(
+        f"{runs}/{{model}}/checkpoints/{{kind}}/{{name}}",
+        service.delete,
+        methods=["DELETE"],
+    )
 
 
 def _page(name: str, entries: list[Any], limit: int, offset: int) -> dict[str, Any]:

@@ -34,9 +34,14 @@ class Checkpoints:
 
     def state(self, path: str) -> str:
         """Return the name of a saved state. Raises RefusedError for another path."""
-        if path in self.deleted or not (state := state_of(path)) or not self.is_complete(state):
+        if (
+            path in self.deleted
+            or not (state := state_of(path))
+            or not self.is_complete(state)
+        ):
             raise RefusedError(
-                f"path={path!r:.200}: this run has no such state. Use what save_state returned.", 404
+                f"path={path!r:.200}: this run has no such state. Use what save_state returned.",
+                404,
             )
         return state
 
@@ -48,14 +53,22 @@ class Checkpoints:
 
     def all(self, model: str = "") -> list[dict[str, Any]]:
         """List checkpoints of a model, or of all, newest first."""
-        checkpoints = [_describe(path, at, None) for path, (_, _, at) in self.samplers.items()]
+        checkpoints = [
+            _describe(path, at, None) for path, (_, _, at) in self.samplers.items()
+        ]
         for manifest in self.states.glob(f"[!.]*.train.*.*/policy/{MANIFEST}"):
             session, _, number, name = manifest.parents[1].name.split(".", 3)
-            if (path := f"tinker://{session}:train:{number}/weights/{name}") not in self.deleted:
-                size = sum(file.stat().st_size for file in manifest.parents[1].glob("*/*"))  # bytes
+            if (
+                path := f"tinker://{session}:train:{number}/weights/{name}"
+            ) not in self.deleted:
+                size = sum(
+                    file.stat().st_size for file in manifest.parents[1].glob("*/*")
+                )  # bytes
                 checkpoints.append(_describe(path, manifest.stat().st_mtime, size))
         checkpoints = [
-            checkpoint for checkpoint in checkpoints if model in ("", checkpoint["tinker_path"].split("/")[2])
+            checkpoint
+            for checkpoint in checkpoints
+            if model in ("", checkpoint["tinker_path"].split("/")[2])
         ]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
 
@@ -71,16 +84,24 @@ def path_of(request: dict[str, Any], kind: str) -> str:
     model = text(request, "model_id")
     name = text(request, "path")
     if not NAME.fullmatch(name):
-        raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
+        raise RefusedError(
+            f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it."
+        )
     return f"tinker://{model}/{kind}/{name}"
 
 
 def oldest_step(run: Path) -> int:
     """Return the step of the oldest checkpoint that a restart may begin with, or 0. run: its folder."""
-    return min((int(path.name.removeprefix("step-")) for path in checkpoints_at(run)), default=0)
+    return min(
+        (int(path.name.removeprefix("step-")) for path in checkpoints_at(run)), default=0
+    )
 
 
 def _describe(path: str, at: float, size: int | None) -> dict[str, Any]:
     kind, name = path.rsplit("/", 2)[1:]
-    description = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": TYPES[kind], "tinker_path": path}
+    description = {
+        "checkpoint_id": f"{kind}/{name}",
+        "checkpoint_type": TYPES[kind],
+        "tinker_path": path,
+    }
     return description | {"time": at, "size_bytes": size, "public": False}

@@ -38,7 +38,9 @@ class CallLog:
             for torn in directory.glob("*.part"):
                 torn.unlink()
         self._last = max((number for number, _ in self.calls()), default=0)
-        self.last_calls = {call.model_id: call.at for _, call in self.calls()}  # times, by model
+        self.last_calls = {
+            call.model_id: call.at for _, call in self.calls()
+        }  # times, by model
 
     def note(self, **fact: Any) -> None:
         with self._facts.open("a") as file:
@@ -51,14 +53,19 @@ class CallLog:
             for line in self._facts.read_text().splitlines():
                 try:
                     yield json.loads(line)
-                except ValueError:  # the empty first line, or torn: its client has not heard of it
+                except (
+                    ValueError
+                ):  # the empty first line, or torn: its client has not heard of it
                     continue
 
     def add(self, call: Call, body: bytes) -> int:
         """Return the call's number."""
         self._last += 1
         self.last_calls[call.model_id] = call.at
-        _write(self._calls / f"{self._last:08}", json.dumps(asdict(call)).encode() + b"\n" + body)
+        _write(
+            self._calls / f"{self._last:08}",
+            json.dumps(asdict(call)).encode() + b"\n" + body,
+        )
         return self._last
 
     def calls(self) -> Iterator[tuple[int, Call]]:
@@ -71,7 +78,8 @@ class CallLog:
         """List models, the last that was called first."""
         names = sorted(self.last_calls, key=self.last_calls.__getitem__, reverse=True)
         times = [
-            (name, {"training_run_id": name, "last_request_time": self.last_calls[name]}) for name in names
+            (name, {"training_run_id": name, "last_request_time": self.last_calls[name]})
+            for name in names
         ]
         return [run | {"model_owner": name.partition(":")[0]} for name, run in times]
 

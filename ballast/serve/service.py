@@ -35,14 +35,19 @@ Begin = Callable[[int], Future[Answer]]
 
 
 class Service:
-    def __init__(self, run: OpenRun, log: CallLog, stop: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, run: OpenRun, log: CallLog, stop: Callable[[BaseException], None]
+    ) -> None:
         """stop: ends the server, which after an error of `STOPS` may start again."""
         self._run = run
         self._log = log
         self._stop = stop
         self.config = run.config
         path = Path(self.config.model.path)
-        self.lora = {"is_lora": bool(rank := self.config.model.lora.rank), "lora_rank": rank or None}
+        self.lora = {
+            "is_lora": bool(rank := self.config.model.lora.rank),
+            "lora_rank": rank or None,
+        }
         self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
         self._sessions = dict[str, float]()
         self._policies = Policies(run)
@@ -70,31 +75,47 @@ class Service:
         facts = list(self._log.facts())
         calls = list(self._log.calls())
         steps = self._run.steps
-        last = max((number for number, call in calls if steps and call.step == steps), default=0)
+        last = max(
+            (number for number, call in calls if steps and call.step == steps), default=0
+        )
         has_policies = all(
-            fact.get("adapter", "") in self._policies.by_adapter for fact in facts if fact["kind"] == "model"
+            fact.get("adapter", "") in self._policies.by_adapter
+            for fact in facts
+            if fact["kind"] == "model"
         )
         if not has_policies or (steps and calls and not last):
             lacks = (
-                f"serve/calls lacks step {steps}" if has_policies else "it had another model.lora.policies"
+                f"serve/calls lacks step {steps}"
+                if has_policies
+                else "it had another model.lora.policies"
             )
-            self._stop(ConfigError(f"run.name={self._run.folder.name}: {lacks}. Choose another."))
+            self._stop(
+                ConfigError(f"run.name={self._run.folder.name}: {lacks}. Choose another.")
+            )
             return
         for fact in facts:
             self._take(**fact)
-        if last and self._log.answer_of(last) is None:  # killed between the checkpoint and the answer
+        if (
+            last and self._log.answer_of(last) is None
+        ):  # killed between the checkpoint and the answer
             self._log.answer(last, json_answer(metrics={}))
         self.checkpoints.remove_deleted()
         if not self.checkpoints.is_complete(INITIAL):
             self._run.save(INITIAL, adapter=next(iter(self._policies.by_adapter)))
-        self._resume([numbered_call for numbered_call in calls if numbered_call[0] <= last], last)
+        self._resume(
+            [numbered_call for numbered_call in calls if numbered_call[0] <= last], last
+        )
         for number, call in calls:
             self._numbers[call.model_id, call.seq_id] = number
-            self._next[call.model_id] = max(self._next.get(call.model_id, 0), call.seq_id + 1)
+            self._next[call.model_id] = max(
+                self._next.get(call.model_id, 0), call.seq_id + 1
+            )
             self._steps = max(self._steps, call.step)
             policy = self._policies.of_model.get(call.model_id)
             # A checkpoint at the step of one model lacks gradients of the others since theirs.
-            if number > last or (call.kind == "forward_backward" and policy and number > policy.since):
+            if number > last or (
+                call.kind == "forward_backward" and policy and number > policy.since
+            ):
                 self._again(number, call)
 
     def _resume(self, calls: list[tuple[int, Call]], last: int) -> None:
@@ -123,7 +144,9 @@ class Service:
 
     def _again(self, number: int, call: Call) -> None:
         try:
-            begin = self._kinds[call.kind](_content(call.kind, self._log.body(number)), True)
+            begin = self._kinds[call.kind](
+                _content(call.kind, self._log.body(number)), True
+            )
         except RefusedError as error:
             self._log.answer(number, wire.failure(error))
         else:
@@ -190,14 +213,18 @@ class Service:
                 f"seq_id={seq_id}: call {missing} before it never came. Make both again."
             ) from None
 
-    def _accept(self, kind: str, content: Any, body: bytes, model_id: str, seq_id: int) -> int:
+    def _accept(
+        self, kind: str, content: Any, body: bytes, model_id: str, seq_id: int
+    ) -> int:
         if seq_id < self._next.get(model_id, 0):
             raise RefusedError(
                 f"seq_id={seq_id}: it was refused, or its answer is no longer kept. Make a new call."
             )
         try:
             if seq_id and model_id != (now := self._policies.of_model[model_id].model):
-                raise RefusedError(f"model_id={model_id}: {now} has replaced it. Create a new one.")
+                raise RefusedError(
+                    f"model_id={model_id}: {now} has replaced it. Create a new one."
+                )
             begin = self._kinds[kind](content, False)
         except RefusedError:  # it had its turn, also for a restarted server
             self._note(kind="refused", name=model_id, seq_id=seq_id)
@@ -220,7 +247,12 @@ class Service:
         self._pending[name].add_done_callback(lambda done: self._pending.pop(name))
 
     def _answer_when_done(
-        self, number: int, future: Future[Any], make: Callable[[Any], Answer], *, step: bool = False
+        self,
+        number: int,
+        future: Future[Any],
+        make: Callable[[Any], Answer],
+        *,
+        step: bool = False,
     ) -> Any:
         """Return a future that is done when the answer is on disk. step: an error of it ends the server."""
         answered = Future[None]()
@@ -255,7 +287,9 @@ class Service:
         else:
             answer = self.samplers.answers.pop(name, None)
         if answer is None:
-            raise RefusedError(f"request_id={name!r:.80}: no answer is kept. Make the call again.", 410)
+            raise RefusedError(
+                f"request_id={name!r:.80}: no answer is kept. Make the call again.", 410
+            )
         return answer
 
     # --- kinds of calls: read and refuse at once, begin when it is in the log
@@ -267,8 +301,14 @@ class Service:
         session = wire.text(request, "session_id")
         rank = self.config.model.lora.rank
         self.check_base(wire.optional_text(request, "base_model") or self.base_model)
-        lora = {} if request.get("lora_config") is None else wire.mapping(request, "lora_config")
-        requested_rank = None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
+        lora = (
+            {}
+            if request.get("lora_config") is None
+            else wire.mapping(request, "lora_config")
+        )
+        requested_rank = (
+            None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
+        )
         if rank and requested_rank not in (None, rank):
             raise RefusedError(
                 f"rank={requested_rank!r:.20}: the server trains model.lora.rank={rank}. Ask for it."
@@ -284,12 +324,16 @@ class Service:
         ]
         if not free:
             names = ", ".join(policy.model for policy in self._policies.by_adapter.values())
-            raise RefusedError(f"create_model: {names} in training. Wait until a client has ended.")
+            raise RefusedError(
+                f"create_model: {names} in training. Wait until a client has ended."
+            )
         return name, min(free, key=lambda policy: policy.model != "")
 
     def _may_take(self, session: str, policy: Policy) -> bool:
         silent = time.monotonic() - self._sessions.get(policy.owner, -SILENT_SECONDS)
-        return silent >= SILENT_SECONDS or (policy is self._policies.base and session == policy.owner)
+        return silent >= SILENT_SECONDS or (
+            policy is self._policies.base and session == policy.owner
+        )
 
     def _create(self, request: dict[str, Any], again: bool) -> Begin:
         name, policy = self._claim(request, again)
@@ -297,7 +341,12 @@ class Service:
         def begin(number: int) -> Future[Answer]:
             if policy.model:  # has left weights, moments and perhaps gradients
                 self._run.load(INITIAL, optimizer=False, adapter=policy.adapter)
-            self._note(kind="model", name=name, session=request["session_id"], adapter=policy.adapter)
+            self._note(
+                kind="model",
+                name=name,
+                session=request["session_id"],
+                adapter=policy.adapter,
+            )
             policy.weights = 0
             answer = json_answer(model_id=name, type="create_model")
             return self._answer_when_done(number, self._send(policy), lambda _: answer)
@@ -305,7 +354,10 @@ class Service:
         return begin
 
     def _pass(self, message: Any, again: bool) -> Begin:
-        limits = {"vocabulary": self._run.vocabulary, "longest": self.config.max_model_tokens}
+        limits = {
+            "vocabulary": self._run.vocabulary,
+            "longest": self.config.max_model_tokens,
+        }
         rows, loss = wire.read_pass(message, **limits)
         adapter = self._policies.of_model[message.model_id].adapter
 
@@ -317,8 +369,12 @@ class Service:
             batch = self._run.batch(rows)
             run = self._run
             if message.forward_only:
-                return self._answer_when_done(number, run.forward(batch, adapter=adapter), make)
-            return self._answer_when_done(number, run.forward_backward(batch, loss, adapter=adapter), make)
+                return self._answer_when_done(
+                    number, run.forward(batch, adapter=adapter), make
+                )
+            return self._answer_when_done(
+                number, run.forward_backward(batch, loss, adapter=adapter), make
+            )
 
         return begin
 
@@ -327,7 +383,10 @@ class Service:
         policy = self._policies.of_model[request["model_id"]]
 
         def make(metrics: dict[str, float]) -> Answer:
-            if self.config.run.checkpoint_every and self._run.steps % self.config.run.checkpoint_every == 0:
+            if (
+                self.config.run.checkpoint_every
+                and self._run.steps % self.config.run.checkpoint_every == 0
+            ):
                 self._forget()
             return json_answer(metrics=metrics)
 
@@ -345,7 +404,9 @@ class Service:
         """
         oldest = oldest_step(self._run.folder)
         calls = list(self._log.calls())
-        first = next((number for number, call in calls if call.step and call.step == oldest - 1), 0)
+        first = next(
+            (number for number, call in calls if call.step and call.step == oldest - 1), 0
+        )
         steps = {call.model_id: number for number, call in calls if call.step}
         for number, call in calls:
             replaced = self._policies.of_model[call.model_id].model != call.model_id
@@ -357,7 +418,9 @@ class Service:
         load.
         """
         if (path := f"tinker://{model}/{kind}/{name}") not in self.checkpoints.deleted:
-            state = "" if path in self.checkpoints.samplers else self.checkpoints.state(path)
+            state = (
+                "" if path in self.checkpoints.samplers else self.checkpoints.state(path)
+            )
             if self._loads.get(path, -1) >= oldest_step(self._run.folder):
                 raise RefusedError(
                     f"path={path}: a restart may load it again. Delete it after more checkpoints."
@@ -389,22 +452,34 @@ class Service:
         optimizer = wire.flag(request, "optimizer")
         state = self.checkpoints.state(path)
         model = wire.optional_text(request, "model_id")
-        model, policy = self._claim(request, again) if session else (model, self._policies.of_model[model])
+        model, policy = (
+            self._claim(request, again)
+            if session
+            else (model, self._policies.of_model[model])
+        )
 
         def begin(number: int) -> Future[Answer]:
             if session:
-                self._note(kind="model", name=model, session=session, adapter=policy.adapter)
+                self._note(
+                    kind="model", name=model, session=session, adapter=policy.adapter
+                )
             policy.weights, self._loads[path] = number, self._steps
             loaded = self._run.load(state, optimizer=optimizer, adapter=policy.adapter)
             return self._answer_when_done(
-                number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights")
+                number,
+                loaded,
+                lambda _: json_answer(path=path, model_id=model, type="load_weights"),
             )
 
         return begin
 
     def _publish(self, request: dict[str, Any], again: bool) -> Begin:
         model = wire.text(request, "model_id")
-        path = path_of(request, "sampler_weights") if wire.optional_text(request, "path") else ""
+        path = (
+            path_of(request, "sampler_weights")
+            if wire.optional_text(request, "path")
+            else ""
+        )
         policy = self._policies.of_model[model]
         kind = wire.optional_text(request, "kind")
         if kind not in ("", "snapshot", "inflight"):
@@ -416,7 +491,9 @@ class Service:
             sampler = f"{model}:sampler:{number}"
             sent = self._send(policy)
             weights = NEWEST if kind == "inflight" else policy.weights
-            self._note(kind="sampler", name=sampler, model=model, weights=weights, path=path)
+            self._note(
+                kind="sampler", name=sampler, model=model, weights=weights, path=path
+            )
             answer = {
                 "type": "save_weights_for_sampler",
                 "path": path or None,
@@ -445,7 +522,9 @@ class Service:
         if not path:
             self.check_base(wire.text(request, "base_model"))
         elif path not in self.checkpoints.samplers:
-            raise RefusedError(f"model_path={path!r:.200}: no sampler weights. Save weights for a sampler.")
+            raise RefusedError(
+                f"model_path={path!r:.200}: no sampler weights. Save weights for a sampler."
+            )
         model, weights = self.checkpoints.samplers[path][:2] if path else ("", 0)
         self._note(kind="sampler", name=name, model=model, weights=weights, path="")
         return name
@@ -470,7 +549,9 @@ class Service:
     def heard(self, session: str) -> None:
         """Note a heartbeat. Raises RefusedError for an unknown session."""
         if session not in self._sessions:
-            raise RefusedError(f"session_id={session!r:.80}: unknown. Create a session.", 404)
+            raise RefusedError(
+                f"session_id={session!r:.80}: unknown. Create a session.", 404
+            )
         self._sessions[session] = time.monotonic()
 
     def end_session(self, session: str) -> None:

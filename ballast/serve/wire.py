@@ -23,12 +23,26 @@ from workers.config.loss import SUM_LOSS_NAMES, SumLossConfig
 from workers.config.roles import SamplingConfig
 from workers.errors import BallastError
 
-DTYPES = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64, messages.DTYPE_INT32: np.int32}
-COLUMNS = {"weights": "weights", "logprobs": "rollout_log_probs", "advantages": "advantages", "mask": "mask"}
+DTYPES = {
+    messages.DTYPE_FLOAT32: np.float32,
+    messages.DTYPE_INT64: np.int64,
+    messages.DTYPE_INT32: np.int32,
+}
+COLUMNS = {
+    "weights": "weights",
+    "logprobs": "rollout_log_probs",
+    "advantages": "advantages",
+    "mask": "mask",
+}
 """Inputs of a loss, and our names of their token columns."""
 CLIPS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 LOSS_SETTINGS = {"ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": "beta"}}
-STEP_SETTINGS = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
+STEP_SETTINGS = {
+    "learning_rate": "learning_rate",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "eps": "epsilon",
+}
 STEP_SETTINGS |= {"weight_decay": "weight_decay"}
 UNSUPPORTED = [
     "topk_prompt_logprobs",
@@ -77,7 +91,9 @@ def failure(error: BaseException) -> Answer:
 
 def read_json(body: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(body.decode() or "{}")  # of bytes, `loads` takes half characters
+        content = json.loads(
+            body.decode() or "{}"
+        )  # of bytes, `loads` takes half characters
         if SURROGATE.search(body):  # half a character, which no file takes
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -125,14 +141,19 @@ def _loss(request: Any) -> SumLossConfig:
     for name, value in request.loss_fn_config_v2.items():
         if name not in allowed or not value.HasField("number"):
             choices = ", ".join(allowed) or "none"
-            raise RefusedError(f"loss_fn_config: {request.loss_fn} has no number {name!r}. It has {choices}.")
+            raise RefusedError(
+                f"loss_fn_config: {request.loss_fn} has no number {name!r}. It has {choices}."
+            )
         settings[allowed[name]] = value.number
     return SumLossConfig(request.loss_fn, **settings)
 
 
 def _row(datum: Any, loss: str, vocabulary: int, longest: int) -> dict[str, np.ndarray]:
     ids = _checked_ids(_tokens(datum.model_input), vocabulary, longest - 1)
-    inputs = {name: _dense(name, tensor, len(ids)) for name, tensor in datum.loss_fn_inputs.items()}
+    inputs = {
+        name: _dense(name, tensor, len(ids))
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
     targets = inputs.pop("target_tokens", None)
     if targets is None or not np.array_equal(targets[:-1], ids[1:]):
         raise RefusedError(
@@ -144,14 +165,25 @@ def _row(datum: Any, loss: str, vocabulary: int, longest: int) -> dict[str, np.n
     if missing := [name for name in needed if name not in inputs]:
         raise RefusedError(f"loss_fn_inputs: {loss} needs {missing[0]!r}. Add it.")
     if unknown := sorted(inputs.keys() - {*needed, "mask"}):
-        raise RefusedError(f"loss_fn_inputs: {loss} does not read {unknown[0]!r}. Remove it.")
+        raise RefusedError(
+            f"loss_fn_inputs: {loss} does not read {unknown[0]!r}. Remove it."
+        )
     last = _checked_ids(targets[-1:], vocabulary, 1)
     learns = np.ones(len(ids), bool)
-    if loss == "gspo":  # a mean over the response: sampled tokens have log-probs or advantages
-        learns = inputs.get("mask", (inputs["logprobs"] != 0) | (inputs["advantages"] != 0)).astype(bool)
-    row = {"input_ids": np.concatenate([ids, last]), "loss_mask": np.concatenate([[False], learns])}
+    if (
+        loss == "gspo"
+    ):  # a mean over the response: sampled tokens have log-probs or advantages
+        learns = inputs.get(
+            "mask", (inputs["logprobs"] != 0) | (inputs["advantages"] != 0)
+        ).astype(bool)
+    row = {
+        "input_ids": np.concatenate([ids, last]),
+        "loss_mask": np.concatenate([[False], learns]),
+    }
     padding = np.zeros(1, np.float32)
-    return row | {COLUMNS[name]: np.concatenate([padding, values]) for name, values in inputs.items()}
+    return row | {
+        COLUMNS[name]: np.concatenate([padding, values]) for name, values in inputs.items()
+    }
 
 
 def _tokens(chunks: Sequence[Any]) -> np.ndarray:
@@ -163,13 +195,17 @@ def _tokens(chunks: Sequence[Any]) -> np.ndarray:
 
 def _numbers(data: bytes, dtype: Any) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise RefusedError("tensor: its bytes are not a whole number of elements. Use the `tinker` SDK.")
+        raise RefusedError(
+            "tensor: its bytes are not a whole number of elements. Use the `tinker` SDK."
+        )
     return np.frombuffer(data, dtype)
 
 
 def _dense(name: str, tensor: Any, length: int) -> np.ndarray:
     if tensor.WhichOneof("encoding") == "sparse_csr":
-        raise RefusedError(f"{name}: sparse tensors are not supported. Pass one number a token.")
+        raise RefusedError(
+            f"{name}: sparse tensors are not supported. Pass one number a token."
+        )
     if tensor.dtype not in DTYPES:
         raise RefusedError(f"{name}: its type is not supported. Pass float32 or int64.")
     values = _numbers(tensor.dense, DTYPES[tensor.dtype])
@@ -190,17 +226,23 @@ def _checked_ids(ids: np.ndarray, vocabulary: int, longest: int) -> np.ndarray:
 
 def _check_count(tokens: int, longest: int) -> None:
     if not 1 <= tokens <= longest:
-        raise RefusedError(f"tokens: {tokens}, where the server takes 1 to {longest}. Shorten them.")
+        raise RefusedError(
+            f"tokens: {tokens}, where the server takes 1 to {longest}. Shorten them."
+        )
 
 
 def pass_answer(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> Answer:
     """log_probs: float32, as long as each row. metrics: named as in the SDK, such as `loss:sum`."""
-    output = messages.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn", metrics=metrics)
+    output = messages.ForwardBackwardOutput(
+        loss_fn_output_type="TorchLossReturn", metrics=metrics
+    )
     values = [row[1:].astype(np.float32) for row in log_probs]
     field = output.loss_fn_outputs.add(num_datums=len(values)).fields["logprobs"]
     field.dtype = messages.DTYPE_FLOAT32
     field.data = b"".join(row.tobytes() for row in values)
-    field.offsets = np.cumsum([0] + [row.nbytes for row in values]).astype(np.int64).tobytes()
+    field.offsets = (
+        np.cumsum([0] + [row.nbytes for row in values]).astype(np.int64).tobytes()
+    )
     return Answer(output.SerializeToString(), protobuf=True)
 
 
@@ -208,8 +250,13 @@ def read_prompt(request: Mapping[str, Any], *, vocabulary: int, longest: int) ->
     """Read the prompt of a sampling request. longest: prompt, in tokens."""
     chunks = mapping(request, "prompt").get("chunks", [])
     if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
-        raise RefusedError("prompt: its chunks are not a list of objects. Use the `tinker` SDK.")
-    if any("tokens" not in chunk or chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
+        raise RefusedError(
+            "prompt: its chunks are not a list of objects. Use the `tinker` SDK."
+        )
+    if any(
+        "tokens" not in chunk or chunk.get("type", "encoded_text") != "encoded_text"
+        for chunk in chunks
+    ):
         raise RefusedError("prompt: only text is supported. Remove images and audio.")
     ids = list[int]()
     for chunk in chunks:
@@ -219,7 +266,9 @@ def read_prompt(request: Mapping[str, Any], *, vocabulary: int, longest: int) ->
     return ids
 
 
-def read_sampling(request: Mapping[str, Any], usual: SamplingConfig, vocabulary: int) -> SamplingConfig:
+def read_sampling(
+    request: Mapping[str, Any], usual: SamplingConfig, vocabulary: int
+) -> SamplingConfig:
     """Read `sampling_params`. usual: its `max_new_tokens` is the default.
 
     Raises RefusedError for what engines would refuse: they answer only after retries, as if they had failed.
@@ -228,7 +277,9 @@ def read_sampling(request: Mapping[str, Any], usual: SamplingConfig, vocabulary:
         raise RefusedError(f"{names[0]}: not supported. Leave it out.")
     params = mapping(request, "sampling_params")
     if unknown := sorted(params.keys() - SAMPLING):
-        raise RefusedError(f"sampling_params: {unknown[0]!r:.80} is not supported. Leave it out.")
+        raise RefusedError(
+            f"sampling_params: {unknown[0]!r:.80} is not supported. Leave it out."
+        )
     texts, ids = _stops(params.get("stop"), vocabulary)
     return SamplingConfig(
         temperature=number(params, "temperature", 1.0, 0, 2),
@@ -243,16 +294,22 @@ def read_sampling(request: Mapping[str, Any], usual: SamplingConfig, vocabulary:
 def read_seed(request: Mapping[str, Any]) -> int | None:
     """Read the seed of `sampling_params`."""
     params = mapping(request, "sampling_params")
-    return None if params.get("seed") is None else whole(params, "seed", 0, -LARGEST, LARGEST)
+    return (
+        None if params.get("seed") is None else whole(params, "seed", 0, -LARGEST, LARGEST)
+    )
 
 
 def _stops(stop: Any, vocabulary: int) -> tuple[list[str], list[int]]:
     stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if len(stops) > MOST_STOPS:
-        raise RefusedError(f"stop: {len(stops)} of them, where the server takes {MOST_STOPS}. Pass fewer.")
+        raise RefusedError(
+            f"stop: {len(stops)} of them, where the server takes {MOST_STOPS}. Pass fewer."
+        )
     if stops and all(isinstance(word, str) for word in stops):
         if not all(1 <= len(word) <= LONGEST_TEXT for word in stops):
-            raise RefusedError(f"stop: a text is empty or above {LONGEST_TEXT} characters. Change it.")
+            raise RefusedError(
+                f"stop: a text is empty or above {LONGEST_TEXT} characters. Change it."
+            )
         return list(stops), []
     ids = _whole_numbers("stop", stops)
     _check_range("stop", ids, vocabulary)
@@ -260,7 +317,9 @@ def _stops(stop: Any, vocabulary: int) -> tuple[list[str], list[int]]:
 
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or any(type(value) is not int for value in values):  # True is an int too
+    if not isinstance(values, list) or any(
+        type(value) is not int for value in values
+    ):  # True is an int too
         raise RefusedError(f"{name}: not a list of whole numbers. Use the `tinker` SDK.")
     return list(values)
 
@@ -277,7 +336,9 @@ def read_step(request: Mapping[str, Any]) -> dict[str, Any]:
     """Read `adam_params` as arguments of `OpenRun.step`. A `grad_clip_norm` of 0 does not clip."""
     params = mapping(request, "adam_params")
     if unknown := sorted(params.keys() - STEP_SETTINGS.keys() - {"grad_clip_norm"}):
-        raise RefusedError(f"adam_params: {unknown[0]!r:.80} is not supported. Leave it out.")
+        raise RefusedError(
+            f"adam_params: {unknown[0]!r:.80} is not supported. Leave it out."
+        )
     if params.get("learning_rate") is None:
         raise RefusedError("learning_rate: missing. Pass it in adam_params.")
     settings = dict[str, Any]()
@@ -286,14 +347,24 @@ def read_step(request: Mapping[str, Any]) -> dict[str, Any]:
             settings[ours] = number(params, name, 0, 0, 1e9)
     if wrong := [name for name in ("beta1", "beta2") if settings.get(name, 0) >= 1]:
         raise RefusedError(f"{wrong[0]}={settings[wrong[0]]:g}: not below 1. Change it.")
-    return settings | {"max_grad_norm": number(params, "grad_clip_norm", 0, 0, 1e30) or math.inf}
+    return settings | {
+        "max_grad_norm": number(params, "grad_clip_norm", 0, 0, 1e30) or math.inf
+    }
 
 
-def number(fields: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+def number(
+    fields: Mapping[str, Any], name: str, default: float, low: float, high: float
+) -> float:
     """Read a number within bounds, which may be missing or null."""
     value = default if fields.get(name) is None else fields[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise RefusedError(f"{name}={value!r:.40}: not a number from {low:g} to {high:g}. Change it.")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= high
+    ):
+        raise RefusedError(
+            f"{name}={value!r:.40}: not a number from {low:g} to {high:g}. Change it."
+        )
     return value
 
 
@@ -301,7 +372,9 @@ def whole(fields: Mapping[str, Any], name: str, default: int, low: int, high: in
     """Read a whole number within bounds, which may be missing or null."""
     value = default if fields.get(name) is None else fields[name]
     if type(value) is not int or not low <= value <= high:
-        raise RefusedError(f"{name}={value!r:.40}: not a whole number from {low} to {high}. Change it.")
+        raise RefusedError(
+            f"{name}={value!r:.40}: not a whole number from {low} to {high}. Change it."
+        )
     return value
 
 
@@ -334,11 +407,15 @@ def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def sample_answer(sequences: Sequence[SampledSequence], prompt_log_probs: np.ndarray | None) -> Answer:
+def sample_answer(
+    sequences: Sequence[SampledSequence], prompt_log_probs: np.ndarray | None
+) -> Answer:
     """prompt_log_probs: float32 [P - 1], after the first token, or None."""
     response = messages.SampleResponse()
     if prompt_log_probs is not None:
-        response.prompt_logprobs = np.append(np.nan, prompt_log_probs).astype(np.float32).tobytes()
+        response.prompt_logprobs = (
+            np.append(np.nan, prompt_log_probs).astype(np.float32).tobytes()
+        )
     for sequence in sequences:
         cut = sequence.finish_reason == "length"
         response.sequences.add(

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 LOCAL, AUTO = "local", "auto"
 ANSWER_SECONDS = 4.0
-HEALTH, CLUSTER_ID = "/grpc.health.v1.Health/Check", "/ray.rpc.NodeInfoGcsService/GetClusterId"
+HEALTH, CLUSTER_ID = (
+    "/grpc.health.v1.Health/Check",
+    "/ray.rpc.NodeInfoGcsService/GetClusterId",
+)
 HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
@@ -58,7 +61,9 @@ def check_cluster(config: TrainingConfig) -> None:
                 "`ray status` there."
             )
         token, source = _token()
-        refused = _error(channel, CLUSTER_ID, (("authorization", f"Bearer {token}"),) if token else ())
+        refused = _error(
+            channel, CLUSTER_ID, (("authorization", f"Bearer {token}"),) if token else ()
+        )
         if refused and refused.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise ResourceError(
                 f"{setting}: the cluster wants its token, and {source}. Set RAY_AUTH_MODE=token, and "
@@ -70,7 +75,9 @@ def _key(config: TrainingConfig) -> str:
     return "resources.ray_address" if config.resources.ray_address else "RAY_ADDRESS"
 
 
-def _error(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
+def _error(
+    channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str], ...] = ()
+) -> Any:
     import grpc
 
     try:
@@ -92,14 +99,21 @@ def set_local_token() -> None:
 
 
 def _token_path() -> Path:
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Path(
+        os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    )
 
 
 def _token() -> tuple[str, str]:
     """Return Ray's token and its origin in words, as Ray finds it."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode.lower() != "token":
-        return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"
+        return (
+            "",
+            f"RAY_AUTH_MODE={mode} sends none"
+            if mode
+            else "without RAY_AUTH_MODE none is sent",
+        )
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip(), "RAY_AUTH_TOKEN holds another"
     path = _token_path()

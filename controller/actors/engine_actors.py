@@ -41,7 +41,11 @@ def engine_maker(
     actor_class = ray.remote(VllmEngineActor)
 
     def make(replica: int, attempt: int) -> Any:
-        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
+        rank = (
+            ranks_of_engine(replica, config.rollout.tensor_parallel)[0]
+            if devices
+            else replica
+        )
         # Ray 2.60 leaves the GPUs of an actor that reserves none as they are. A cluster that was started with
         # the second variable at 1 would hide them.
         variables = {
@@ -49,7 +53,8 @@ def engine_maker(
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
         options = {
-            "name": f"{request.role} {replica}" + (f" restart {attempt}" if attempt else ""),
+            "name": f"{request.role} {replica}"
+            + (f" restart {attempt}" if attempt else ""),
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
@@ -65,14 +70,18 @@ def engine_maker(
             environment=environment,
             environment_timeout_s=config.reward.timeout_s,
             front=front,
-            needs_reward=not (config.reward.weights or config.uses_reward_model or config.uses_judge),
+            needs_reward=not (
+                config.reward.weights or config.uses_reward_model or config.uses_judge
+            ),
             transfer_timeout_s=config.resources.collective_timeout_s,
         )
 
     return make
 
 
-def shared_devices(ranks: list[dict[str, Any]], engines: int, ranks_per_engine: int) -> list[str]:
+def shared_devices(
+    ranks: list[dict[str, Any]], engines: int, ranks_per_engine: int
+) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES of each colocated engine. ranks: `Worker.facts` of every policy rank."""
     devices = []
     for replica in range(engines):
@@ -109,9 +118,13 @@ def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
     except RayError as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
         raise (
-            cause if isinstance(cause, BallastError) else WorkerError(f"the front of sessions: {error}")
+            cause
+            if isinstance(cause, BallastError)
+            else WorkerError(f"the front of sessions: {error}")
         ) from error
-    console.log(f"agents get sessions at POST http://{gateway.host}:{gateway.port}/sessions")
+    console.log(
+        f"agents get sessions at POST http://{gateway.host}:{gateway.port}/sessions"
+    )
     return front
 
 

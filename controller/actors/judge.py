@@ -61,11 +61,17 @@ class Case:
             return score
         if not self.grades:
             credit = tuple((tokens, 0.0, state) for tokens, _, state in score.credit)
-            return replace(score, reward=0.0, parts={}, failure=f"judge: {self.failure}", credit=credit)
+            return replace(
+                score, reward=0.0, parts={}, failure=f"judge: {self.failure}", credit=credit
+            )
         means = {}
         for name in dict.fromkeys(itertools.chain(*self.grades)):
-            means[name] = float(np.mean([grade[name] for grade in self.grades if name in grade]))
-        return replace(score, reward=score.reward + weight * means["judge"], parts=score.parts | means)
+            means[name] = float(
+                np.mean([grade[name] for grade in self.grades if name in grade])
+            )
+        return replace(
+            score, reward=score.reward + weight * means["judge"], parts=score.parts | means
+        )
 
 
 class Judge:
@@ -102,7 +108,9 @@ class Judge:
         if settings.form == "pairwise":
             distances = range(1, min(settings.opponents, count - 1) + 1)
             questions = [
-                (a, cases[(i + distance) % count]) for i, a in enumerate(cases) for distance in distances
+                (a, cases[(i + distance) % count])
+                for i, a in enumerate(cases)
+                for distance in distances
             ]
         if not questions:  # others of its group have no score
             cases[0].grades.append({"judge": TIE})
@@ -116,11 +124,19 @@ class Judge:
         prompt = cases[0].prompt
         place = f"the question about prompt {prompt.uid}"
         try:
-            text = self._questions.text(prompt.columns, [case.score.response for case in cases])
-            chat = [{"role": "user", "content": text}] if self._renderer.tokenizer.chat_template else text
+            text = self._questions.text(
+                prompt.columns, [case.score.response for case in cases]
+            )
+            chat = (
+                [{"role": "user", "content": text}]
+                if self._renderer.tokenizer.chat_template
+                else text
+            )
             ids = self._renderer.prompt_ids(chat, place, settings.chat_template_arguments)
             if len(ids) > settings.max_prompt_tokens:
-                raise DataError(f"{place} has {len(ids)} tokens, above reward.judge.max_prompt_tokens.")
+                raise DataError(
+                    f"{place} has {len(ids)} tokens, above reward.judge.max_prompt_tokens."
+                )
         except BallastError as error:
             self._grade(cases, str(error), answers=settings.samples)
             return
@@ -130,7 +146,9 @@ class Judge:
             name = f"{[case.key for case in cases]}/{text}"
             self._asked[uid] = cases
             seed = sample_seed(self._seed, JUDGE_STEP, name, number)
-            self._router.submit([SampleRequest(uid, 0, ids, seed, timeout_s=settings.timeout_s)])
+            self._router.submit(
+                [SampleRequest(uid, 0, ids, seed, timeout_s=settings.timeout_s)]
+            )
 
     def advance(self, timeout_s: float = 0.0, *, pump: bool = True) -> None:
         """Read answers. Waits up to `timeout_s` for the first. pump: not in a callback of the
@@ -165,9 +183,13 @@ class Judge:
 
     def _parse_answers(self, results: list[SampleResult], block: ray.ObjectRef) -> None:
         self._counts["answers"] += len(results)
-        self._counts["tokens"] += sum(result.prompt_tokens + result.response_tokens for result in results)
+        self._counts["tokens"] += sum(
+            result.prompt_tokens + result.response_tokens for result in results
+        )
         self._parsing.submit(
-            results, block, {result.uid: self._asked[result.uid][0].prompt for result in results}
+            results,
+            block,
+            {result.uid: self._asked[result.uid][0].prompt for result in results},
         )
 
     def _hear(self, cases: Sequence[Case], answer: Score) -> None:
@@ -186,7 +208,11 @@ class Judge:
         self._grade(cases, failure, {"judge": grade, **parts}, {"judge": 1.0 - grade})
 
     def _grade(
-        self, cases: Sequence[Case], failure: str, *grades: dict[str, float], answers: int = 1
+        self,
+        cases: Sequence[Case],
+        failure: str,
+        *grades: dict[str, float],
+        answers: int = 1,
     ) -> None:
         for place, case in enumerate(cases):
             case.left -= answers
@@ -210,7 +236,10 @@ class JudgedScoring(Scoring):
         self._cases: dict[Key, Case] = {}
 
     def submit(
-        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
+        self,
+        results: Sequence[SampleResult],
+        block: ray.ObjectRef,
+        prompts: Mapping[str, Prompt],
     ) -> None:
         super().submit(results, block, prompts)
         self._prompts |= {result.key: prompts[result.uid] for result in results}
@@ -231,9 +260,13 @@ class JudgedScoring(Scoring):
     def ready(self, timeout_s: float = 0.0) -> dict[Key, Score]:
         self._ask(super().ready(0.0 if self._cases else timeout_s))
         self._judge.advance(timeout_s if self._cases else 0.0)
-        done = [self._cases.pop(key) for key, case in list(self._cases.items()) if not case.left]
+        done = [
+            self._cases.pop(key) for key, case in list(self._cases.items()) if not case.left
+        ]
         return {
-            case.key: self._pool.check_score(case.key, case.add_grade(self._judge.settings.weight))
+            case.key: self._pool.check_score(
+                case.key, case.add_grade(self._judge.settings.weight)
+            )
             for case in done
         }
 

@@ -78,7 +78,9 @@ class WorkerGroups:
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        return {role: group for role, group in self.groups.items() if role in LEARNING_ROLES}
+        return {
+            role: group for role, group in self.groups.items() if role in LEARNING_ROLES
+        }
 
     def scoring(self, samples: int, *, texts: bool = True) -> Scoring:
         """Begin to score groups of `samples`, by the reward functions and then the judge, if there is one.
@@ -94,7 +96,8 @@ class WorkerGroups:
     def reference_method(self, method: str) -> GroupMethod:
         """Return a method of the reference, or else of the policy without adapters."""
         group_method: GroupMethod = getattr(
-            self.reference or self.policy, method if self.reference else f"reference_{method}"
+            self.reference or self.policy,
+            method if self.reference else f"reference_{method}",
         )
         return group_method
 
@@ -116,16 +119,22 @@ class WorkerGroups:
             weights, _ = self.policy.export_weights()
             self.rollouts.update_weights(weights, version)
             return {}
-        weights, metrics = self.policy.export_changed_weights(self.rollouts.take_restarted())
+        weights, metrics = self.policy.export_changed_weights(
+            self.rollouts.take_restarted()
+        )
         numbers = results(metrics)
-        self.rollouts.update_weights(weights, version, whole_weights=bool(numbers["weights_whole"]))
+        self.rollouts.update_weights(
+            weights, version, whole_weights=bool(numbers["weights_whole"])
+        )
         return numbers
 
     def _send_adapters(self, version: int, adapter: str) -> None:
         if adapter:
             self.policy.use_adapters(adapter)
         is_base = self.lora.policies > 1 and not adapter
-        adapters = {} if is_base else {adapter or ONLY_POLICY: self.policy.export_adapters()[0]}
+        adapters = (
+            {} if is_base else {adapter or ONLY_POLICY: self.policy.export_adapters()[0]}
+        )
         self.rollouts.update_adapters(adapters, version)
 
     def sleep_engines(self) -> None:
@@ -143,7 +152,9 @@ class WorkerGroups:
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
         """Return every micro-step's time since the last call, by the rank's actor."""
-        group_futures = [(group, group.take_micro_step_times.remote()) for group in self.groups.values()]
+        group_futures = [
+            (group, group.take_micro_step_times.remote()) for group in self.groups.values()
+        ]
         return {
             name: times
             for group, future in group_futures
@@ -155,7 +166,8 @@ class WorkerGroups:
         skipped.
         """
         names = {
-            actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()
+            actor.take_weight_loads.remote(): f"rollout {i}"
+            for i, actor in self.rollouts.actors.items()
         }
         answered, _ = ray.wait(list(names), num_returns=len(names), timeout=ANSWER_SECONDS)
         loads = {}
@@ -191,13 +203,17 @@ def launch(
     with ExitStack() as stack:
         start = _Launch(stack, config, console, only, total_steps, fit)
         if only or not isinstance(config, Config):
-            no_engines = EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
+            no_engines = EnginePool(
+                lambda replica, attempt: None, RolloutConfig(replicas=0)
+            )
             no_rewards = RewardPool([], "", RewardConfig(workers=0), cpus=0.0)
             yield WorkerGroups(start.load_models(), no_engines, no_rewards)
             return
         deltas = config.rollout.weight_sync == "delta"
         lora = config.model.lora
-        sends_weights = "policy" in config.training_roles and not deltas and not lora.sends_adapters
+        sends_weights = (
+            "policy" in config.training_roles and not deltas and not lora.sends_adapters
+        )
         between_gpus = config.uses_gpus and sends_weights
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         engines = start.start_engines(environment, budget, live, by_transfer=between_gpus)
@@ -210,13 +226,18 @@ def launch(
             start.wait_for(engines)
             engines.sleep()
         groups = start.load_models()
-        if config.starts_teacher and config.algorithm.loss.distillation.over == "vocabulary":
+        if (
+            config.starts_teacher
+            and config.algorithm.loss.distillation.over == "vocabulary"
+        ):
             groups["policy"].take_teacher_layer(groups["teacher"].output_layer()[0])
         with start.waiting("reward workers"):
             reward_pool.wait_ready(config.resources.start_timeout_s)
         start.wait_for(engines, judge_engines)
         transfer = start.connect(groups["policy"], engines) if between_gpus else None
-        worker_groups = WorkerGroups(groups, engines, reward_pool, transfer, deltas, judge, lora)
+        worker_groups = WorkerGroups(
+            groups, engines, reward_pool, transfer, deltas, judge, lora
+        )
         engines.catch_up = worker_groups.catch_up
         yield worker_groups
 
@@ -239,12 +260,16 @@ class _Launch:
         self.total_steps = total_steps
         self.groups: dict[str, WorkerGroup] = {}
         self.bundles = {
-            pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))
+            pool.name: self._reserve(pool)
+            for pool in ([training_pool(config)] if only else pools(config))
         }
         self.requests = {request.role: request for request in role_requests(config)}
         if only:
             self.requests = {role: self.requests[role] for role in only}
-        console.log("starting actors: " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
+        console.log(
+            "starting actors: "
+            + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values())
+        )
 
     def _reserve(self, pool: Pool) -> Reservation:
         with self.waiting(f"room for pool {pool.name}", "resources.placement_timeout_s"):
@@ -255,7 +280,9 @@ class _Launch:
     def waiting(
         self, subject: str, setting: str = "resources.start_timeout_s"
     ) -> AbstractContextManager[None]:
-        return self.console.waiting(f"{subject} (at most {setting}={value_of(self.config, setting):g} s)")
+        return self.console.waiting(
+            f"{subject} (at most {setting}={value_of(self.config, setting):g} s)"
+        )
 
     def group(self, role: str) -> WorkerGroup:
         config = self.config
@@ -281,7 +308,12 @@ class _Launch:
         return group
 
     def start_engines(
-        self, environment: bytes, budget: RestartBudget | None, live: LiveMetrics | None, *, by_transfer: bool
+        self,
+        environment: bytes,
+        budget: RestartBudget | None,
+        live: LiveMetrics | None,
+        *,
+        by_transfer: bool,
     ) -> EnginePool:
         """Begin to start the policy's engines. by_transfer: whether weights travel between GPUs."""
         assert isinstance(self.config, Config)
@@ -289,12 +321,16 @@ class _Launch:
         colocated = config.rollout_placement == "colocated"
         devices = []
         if colocated:
-            devices = shared_devices(self.group("policy").facts(), *config.colocated_engines)
+            devices = shared_devices(
+                self.group("policy").facts(), *config.colocated_engines
+            )
         front = None
         if config.rollout.agent == HTTP:
             front = session_front(config, self.console, self.stack)
         engines = EnginePool(
-            engine_maker(config, self.bundles, self.requests["rollout"], devices, environment, front),
+            engine_maker(
+                config, self.bundles, self.requests["rollout"], devices, environment, front
+            ),
             replace(config.rollout, replicas=config.engines),
             budget or RestartBudget(config.run.max_restarts),
             live or LiveMetrics(),
@@ -337,7 +373,9 @@ class _Launch:
             config.model.path,
             config.reward,
             self.requests["reward"].cpus,
-            with_environment=bool(config.rollout.environment and not config.rollout.runs_agent),
+            with_environment=bool(
+                config.rollout.environment and not config.rollout.runs_agent
+            ),
             image_key=config.data.image_key,
         )
         self.stack.callback(pool.stop)
@@ -355,7 +393,12 @@ class _Launch:
         log = self.console.log
         timeout_s = resources.start_timeout_s
         engines = EnginePool(
-            make, judge_config.rollout, budget, start_timeout_s=timeout_s, name="judge", log=log
+            make,
+            judge_config.rollout,
+            budget,
+            start_timeout_s=timeout_s,
+            name="judge",
+            log=log,
         )
         self.stack.callback(engines.stop)
         engines.start()
@@ -369,11 +412,17 @@ class _Launch:
         settings = self.config.reward.judge
         model = self.config.judge_model
         timeout_s = config.resources.user_code_timeout_s
-        renderer = Renderer.with_template(load_tokenizer(model.path), model.chat_template, 0, timeout_s)
+        renderer = Renderer.with_template(
+            load_tokenizer(model.path), model.chat_template, 0, timeout_s
+        )
         # A sample fails if all its answers do: reward.on_failure is of samples.
         rewards = replace(config.reward, workers=1, on_failure="zero")
         answers = RewardPool(
-            [parser], model.path, rewards, self.requests["reward"].cpus, name="judge answers"
+            [parser],
+            model.path,
+            rewards,
+            self.requests["reward"].cpus,
+            name="judge answers",
         )
         self.stack.callback(answers.stop)
         questions = Questions(settings, config.data.prompt_key, renderer.tokenizer)
@@ -392,20 +441,27 @@ class _Launch:
                 }
                 self.console.log(checkpointing_words(model))
             with self.waiting(f"{role}, which loads its model"):
-                parameters = group.build.remote(checkpointing).result(self.config.resources.start_timeout_s)[
-                    0
-                ]
+                parameters = group.build.remote(checkpointing).result(
+                    self.config.resources.start_timeout_s
+                )[0]
             if role == "policy":
                 ranks = count_noun(self.config.policy.data_parallel, "rank")
-                self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
+                self.console.log(
+                    f"policy: {parameters:,} parameters over {ranks} on {self.config.device}"
+                )
         return self.groups
 
 
-def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) -> dict[str, Any]:
+def worker_arguments(
+    config: TrainingConfig, role: str, total_steps: int = 1
+) -> dict[str, Any]:
     """Return a training role's constructor arguments. total_steps: optimiser steps, if the role learns."""
     spec = config.spec(role)
     settings = value_of(config, spec.settings_section)
-    models = {name: config.decide_prefixes(model) for name, model in config.models_of(role).items()}
+    models = {
+        name: config.decide_prefixes(model)
+        for name, model in config.models_of(role).items()
+    }
     arguments = {
         "model": next(iter(models.values())),
         "models": {} if "" in models else models,

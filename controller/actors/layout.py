@@ -53,15 +53,25 @@ def training_pool(config: TrainingConfig) -> Pool:
     """Return one bundle per policy worker, shared by other roles' equal ranks and colocated engines."""
     parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
     # Every bundle has room for an engine's actor, because bundles must be equal.
-    bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
+    bundle = {
+        "CPU": config.resources.cpus_per_worker
+        * (len(config.training_roles) + (engines > 0))
+    }
     tensor = parallel.tensor_parallel
     context = parallel.context_parallel
     expert = parallel.expert_parallel
-    sharing = (tensor, tensor * context, *(math.lcm(tensor * context, expert),) * (expert > 1))
+    sharing = (
+        tensor,
+        tensor * context,
+        *(math.lcm(tensor * context, expert),) * (expert > 1),
+    )
     return Pool(
         "training",
         (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,
-        groups=(*sharing, config.training_workers // (parallel.pipeline_parallel * parallel.replicate)),
+        groups=(
+            *sharing,
+            config.training_workers // (parallel.pipeline_parallel * parallel.replicate),
+        ),
         engines=engines,
         engine_ranks=engine_ranks,
     )
@@ -77,25 +87,38 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
 
 def reserved_by_engine(config: Config) -> float:
     """Return the GPUs that an engine reserves besides the policy's."""
-    return float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
+    return (
+        float(config.rollout.tensor_parallel)
+        if config.rollout_placement == "apart"
+        else 0.0
+    )
 
 
 def pools(config: TrainingConfig) -> list[Pool]:
     """Return everything that is reserved, training first because its groups need whole nodes."""
     training = training_pool(config) if config.training_roles else None
     other_pools = []
-    for role, engine_config in (config.other_engines if isinstance(config, Config) else {}).items():
+    for role, engine_config in (
+        config.other_engines if isinstance(config, Config) else {}
+    ).items():
         if pool := rollout_pool(engine_config):
             other_pools.append(replace(pool, name=role))
-    return [pool for pool in (training, rollout_pool(config), *other_pools) if pool is not None]
+    return [
+        pool for pool in (training, rollout_pool(config), *other_pools) if pool is not None
+    ]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
     cpus = config.resources.cpus_per_worker
     workers = config.training_workers
     training_gpus = 1.0 / max(1, len(config.training_roles)) if config.uses_gpus else 0.0
-    requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
-    return requests + (_sampling_requests(config, cpus) if isinstance(config, Config) else [])
+    requests = [
+        RoleRequest(role, workers, cpus, training_gpus, "training")
+        for role in config.training_roles
+    ]
+    return requests + (
+        _sampling_requests(config, cpus) if isinstance(config, Config) else []
+    )
 
 
 def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
@@ -104,7 +127,9 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
     return [
         RoleRequest("rollout", config.engines, cpus, gpus, pool),
         *(
-            RoleRequest(role, engine_config.engines, cpus, reserved_by_engine(engine_config), role)
+            RoleRequest(
+                role, engine_config.engines, cpus, reserved_by_engine(engine_config), role
+            )
             for role, engine_config in config.other_engines.items()
         ),
         RoleRequest("reward", config.reward_actors, cpus, 0.0, ""),
@@ -112,9 +137,13 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
 
 
 def sum_reserved(config: TrainingConfig, resource: str) -> float:
-    in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
+    in_pools = sum(
+        bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles
+    )
     outside = [request for request in role_requests(config) if not request.pool]
-    return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)
+    return in_pools + sum(
+        r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside
+    )
 
 
 def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
@@ -128,8 +157,14 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     )
     warnings = []
     if gpus > used:
-        settings = "policy.data_parallel or rollout.replicas" if config.samples else "policy.data_parallel"
-        warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {settings}.")
+        settings = (
+            "policy.data_parallel or rollout.replicas"
+            if config.samples
+            else "policy.data_parallel"
+        )
+        warnings.append(
+            f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {settings}."
+        )
     if engines and engines * engine_gpus < shared:
         warnings.append(
             f"{shared - engines * engine_gpus} of the policy's {shared} GPUs are idle while "

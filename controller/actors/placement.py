@@ -53,7 +53,15 @@ def _sizes(pool: Pool) -> Iterator[list[int]]:
     a group and saves no engine, the groups alone decide.
     """
     engine = pool.engine_ranks if pool.engines else 1
-    yield sorted({engine, *(size if engine % size == 0 else math.lcm(size, engine) for size in pool.groups)})
+    yield sorted(
+        {
+            engine,
+            *(
+                size if engine % size == 0 else math.lcm(size, engine)
+                for size in pool.groups
+            ),
+        }
+    )
     yield sorted(pool.groups)
 
 
@@ -74,7 +82,9 @@ def _split(pool: Pool, nodes: list[int]) -> list[int]:
 
 
 def _split_engines(pool: Pool, nodes: list[int]) -> list[int]:
-    return groups_on_several_nodes(nodes[: pool.engines * pool.engine_ranks], pool.engine_ranks)
+    return groups_on_several_nodes(
+        nodes[: pool.engines * pool.engine_ranks], pool.engine_ranks
+    )
 
 
 def _check_engines(pool: Pool, nodes: list[int], rooms: list[list[int]]) -> None:

@@ -71,7 +71,10 @@ def shortage(pool: Pool, available: Mapping[str, Any]) -> Bundle:
     for bundle in pool.bundles:
         for resource, amount in bundle.items():
             total[resource] = total.get(resource, 0.0) + amount
-    missing = {resource: amount - float(available.get(resource, 0.0)) for resource, amount in total.items()}
+    missing = {
+        resource: amount - float(available.get(resource, 0.0))
+        for resource, amount in total.items()
+    }
     return {resource: amount for resource, amount in missing.items() if amount > 1e-9}
 
 

@@ -40,14 +40,19 @@ class RewardPool:
         """with_environment: whether an environment adds its reward to that of the functions. image_key:
         column in which functions get images. name: of its actors.
         """
-        self._columns = sorted({name for function in functions for name in function.columns})
+        self._columns = sorted(
+            {name for function in functions for name in function.columns}
+        )
         self._on_failure = config.on_failure
         self._adds = with_environment and bool(functions)
         self._image_key = image_key if image_key in self._columns else ""
         actor_class = ray.remote(RewardWorker)
         self._actors = [
             actor_class.options(name=f"{name} {i}", num_cpus=cpus, **AGAIN).remote(
-                list(functions), tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
+                list(functions),
+                tokenizer_path,
+                timeout_s=config.timeout_s,
+                concurrency=config.concurrency,
             )
             for i in range(config.workers)
         ]
@@ -96,14 +101,19 @@ class RewardPool:
             texts,
         )
 
-    def read(self, places: Sequence[tuple[ray.ObjectRef, int, int]]) -> list[dict[str, Any]]:
+    def read(
+        self, places: Sequence[tuple[ray.ObjectRef, int, int]]
+    ) -> list[dict[str, Any]]:
         """Decode samples whose texts were left out: the block, row and prompt tokens of each."""
         refs = list(dict.fromkeys(block for block, _, _ in places))
         try:
             blocks = dict(zip(refs, ray.get(refs), strict=True))
         except ray.exceptions.RayError:  # the step that trains on them tells of it
             return [{} for _ in places]
-        return [texts_of(self._tokenizer, blocks[block].row(row), start) for block, row, start in places]
+        return [
+            texts_of(self._tokenizer, blocks[block].row(row), start)
+            for block, row, start in places
+        ]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -159,11 +169,16 @@ class Scoring:
         self._pending: dict[ray.ObjectRef, list[SampleResult]] = {}
 
     def submit(
-        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
+        self,
+        results: Sequence[SampleResult],
+        block: ray.ObjectRef,
+        prompts: Mapping[str, Prompt],
     ) -> None:
         finished = [result for result in results if result.row >= 0]
         if finished:
-            self._pending[self._pool.score(finished, block, prompts, self._texts)] = finished
+            self._pending[self._pool.score(finished, block, prompts, self._texts)] = (
+                finished
+            )
 
     def without(self, result: SampleResult) -> None:
         """Expect no score of a sample that was given up."""

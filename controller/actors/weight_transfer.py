@@ -53,7 +53,9 @@ class WeightTransfer:
         if self.group.epoch:
             self._log(f"ranks and engines meet again: {group}")
         actors = [self._engines.actors[replica] for replica, _ in group.members]
-        self._call("connect_engines", actors, self._placement, self._tensor_parallel, group.epoch)
+        self._call(
+            "connect_engines", actors, self._placement, self._tensor_parallel, group.epoch
+        )
         self.group = group
 
     def _send(self, version: int) -> list[int]:
@@ -73,7 +75,9 @@ class WeightTransfer:
         positions = self._call("send_weights", version, self.group.epoch)[0]
         lost = {self.group.members[position] for position in positions}
         for replica, attempt in lost & set(self._engines.present):
-            self._engines.lose(replica, f"it did not answer in {self.group} (attempt {attempt})")
+            self._engines.lose(
+                replica, f"it did not answer in {self.group} (attempt {attempt})"
+            )
         receivers = self.group.receivers(lost)
         self.group = self.group.after(lost)
         return [replica for replica, _ in receivers]

@@ -57,7 +57,9 @@ class GroupFuture:
         self._join = join
         self._meanwhile = meanwhile
 
-    def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
+    def result(
+        self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Any:
         """Wait for every rank, then join. meanwhile: called every MEANWHILE_SECONDS. Its errors end the wait.
 
         Raises at the first failed rank, because others may be stuck in a collective: LostError for a lost
@@ -66,17 +68,23 @@ class GroupFuture:
         """
         waiting = list(self._names)
         while waiting:
-            done, other_refs = self._wait_for_one(waiting, timeout_s, meanwhile or self._meanwhile)
+            done, other_refs = self._wait_for_one(
+                waiting, timeout_s, meanwhile or self._meanwhile
+            )
             if not done:
                 late = ", ".join(self._names[ref] for ref in waiting)
-                raise WorkerError(f"{self._label} did not finish within {timeout_s:g} s on {late}.")
+                raise WorkerError(
+                    f"{self._label} did not finish within {timeout_s:g} s on {late}."
+                )
             self._raise_if_failed(done[0], other_refs)
             waiting = other_refs
         return self._join()
 
     @staticmethod
     def _wait_for_one(
-        refs: list[ray.ObjectRef], timeout_s: float | None, meanwhile: Callable[[], None] | None
+        refs: list[ray.ObjectRef],
+        timeout_s: float | None,
+        meanwhile: Callable[[], None] | None,
     ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
         if meanwhile is None:
             return ray.wait(refs, num_returns=1, timeout=timeout_s)
@@ -105,7 +113,9 @@ class GroupFuture:
                 f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}"
             ) from error
         except RayError as error:
-            raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
+            raise LostError(
+                f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}"
+            ) from error
 
     def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
         """Raise LostError if another rank was lost, which broke this rank's collective."""
@@ -146,9 +156,13 @@ class GroupMethod:
         # A kept first return value stays in the object store. The second, small one shows that it is
         # complete.
         done = [call[1] for call in calls] if mode.join.keeps_first else calls
-        return GroupFuture(label, group.names, done, lambda: self._join(args, calls, done), group.meanwhile)
+        return GroupFuture(
+            label, group.names, done, lambda: self._join(args, calls, done), group.meanwhile
+        )
 
-    def _join(self, args: tuple[Any, ...], calls: list[Any], done: list[ray.ObjectRef]) -> Any:
+    def _join(
+        self, args: tuple[Any, ...], calls: list[Any], done: list[ray.ObjectRef]
+    ) -> Any:
         join = self._mode.join
         counted = leaders(self._group.ranks, args)
         if join is Join.LIST:
@@ -162,7 +176,9 @@ class GroupMethod:
             return join_rows(args[1], len(args[0]), outputs)
         if join is Join.RANK_ZERO_REFERENCE:
             return calls[0][0], merge(outputs)
-        return join_tokens(self._mode, args[1], len(args[0]), [calls[i][0] for i in counted], outputs)
+        return join_tokens(
+            self._mode, args[1], len(args[0]), [calls[i][0] for i in counted], outputs
+        )
 
 
 class WorkerGroup:
@@ -191,9 +207,12 @@ class WorkerGroup:
         """Called while the driver waits for a method (see `GroupFuture.result`)."""
         places = itertools.product(range(pp), range(dp), range(cp), range(tp))
         self.ranks = [
-            RankCoordinates(index=i, dp=d, cp=c, tp=t, pp=p) for i, (p, d, c, t) in enumerate(places)
+            RankCoordinates(index=i, dp=d, cp=c, tp=t, pp=p)
+            for i, (p, d, c, t) in enumerate(places)
         ]
-        self.names = [_actor_name(role, rank, {"cp": cp, "tp": tp, "pp": pp}) for rank in self.ranks]
+        self.names = [
+            _actor_name(role, rank, {"cp": cp, "tp": tp, "pp": pp}) for rank in self.ranks
+        ]
         actor_class = ray.remote(worker_class)
         self.actors = [
             actor_class.options(
@@ -217,20 +236,24 @@ class WorkerGroup:
 
     def _start(self, timeout_s: float, collective_timeout_s: float) -> None:
         built = [actor.address.remote() for actor in self.actors]
-        addresses = GroupFuture(f"{self.role} start-up", self.names, built, lambda: ray.get(built)).result(
-            timeout_s
-        )
+        addresses = GroupFuture(
+            f"{self.role} start-up", self.names, built, lambda: ray.get(built)
+        ).result(timeout_s)
         hosts = [host for host, _ in addresses]
         joined = [
             actor.join_group.remote(*addresses[0], collective_timeout_s, hosts.count(host))
             for actor, host in zip(self.actors, hosts, strict=True)
         ]
-        GroupFuture(f"{self.role} process group", self.names, joined, lambda: None).result(timeout_s)
+        GroupFuture(f"{self.role} process group", self.names, joined, lambda: None).result(
+            timeout_s
+        )
 
     def __getattr__(self, name: str) -> GroupMethod:
         methods = self.__dict__.get("_methods", {})
         if name not in methods:
-            raise AttributeError(f"{self.__dict__.get('role')} workers have no dispatched method {name!r}")
+            raise AttributeError(
+                f"{self.__dict__.get('role')} workers have no dispatched method {name!r}"
+            )
         return methods[name]
 
     def stop(self) -> None:

@@ -25,7 +25,9 @@ from workers.config.roles import KlInRewardConfig
 from workers.errors import ConfigError, DataError
 from workers.model.losses import explained_variance
 
-LARGEST_KL_ERROR = 0.2  # errors are clipped here, so that one outlier step does not derail the weight
+LARGEST_KL_ERROR = (
+    0.2  # errors are clipped here, so that one outlier step does not derail the weight
+)
 EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 
 
@@ -73,13 +75,19 @@ def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.n
             f"algorithm.advantage={name} is not an estimator. Known are {', '.join(ESTIMATORS)}"
         )
     estimator = ESTIMATORS[name]
-    missing = [column for column in ("reward", "group_number", *estimator.columns) if column not in batch]
+    missing = [
+        column
+        for column in ("reward", "group_number", *estimator.columns)
+        if column not in batch
+    ]
     if missing:
         raise DataError(
             f"algorithm.advantage={name} needs the column {missing[0]!r}. The batch has {sorted(batch)}"
         )
     keywords = {column: batch[column] for column in estimator.columns}
-    keywords |= {option: options[option] for option in estimator.options if option in options}
+    keywords |= {
+        option: options[option] for option in estimator.options if option in options
+    }
     return estimator.function(batch["reward"], batch["group_number"], **keywords)
 
 
@@ -87,10 +95,14 @@ def _one(rewards: np.ndarray, groups: np.ndarray, **_: Any) -> np.ndarray:
     return np.ones(len(rewards))
 
 
-def _per_deviation(rewards: np.ndarray, groups: np.ndarray, *, normalize_by_std: bool = True) -> np.ndarray:
+def _per_deviation(
+    rewards: np.ndarray, groups: np.ndarray, *, normalize_by_std: bool = True
+) -> np.ndarray:
     """0 in a group of equal rewards, whose deviation says nothing."""
     deviation = _deviation(rewards, groups)
-    slopes = np.divide(1.0, deviation + EPSILON, out=np.zeros(len(rewards)), where=deviation > EPSILON)
+    slopes = np.divide(
+        1.0, deviation + EPSILON, out=np.zeros(len(rewards)), where=deviation > EPSILON
+    )
     return slopes if normalize_by_std else _one(rewards, groups)
 
 
@@ -101,7 +113,11 @@ def _per_mean(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 @estimator("grpo", options=("normalize_by_std",), slope=_per_deviation)
 def grpo(
-    rewards: np.ndarray, groups: np.ndarray, *, normalize_by_std: bool = True, epsilon: float = EPSILON
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    *,
+    normalize_by_std: bool = True,
+    epsilon: float = EPSILON,
 ) -> np.ndarray:
     """Group-relative advantage (Shao et al. 2024, DeepSeekMath, section 4.1.2).
 
@@ -111,7 +127,9 @@ def grpo(
     1), as in TRL and verl.
     """
     centred = rewards - _mean(rewards, groups)
-    return centred / (_deviation(rewards, groups) + epsilon) if normalize_by_std else centred
+    return (
+        centred / (_deviation(rewards, groups) + epsilon) if normalize_by_std else centred
+    )
 
 
 @estimator("none")
@@ -178,7 +196,9 @@ def reinforce_plus_plus_baseline(
 
 
 @estimator("remax", columns=("greedy_reward",), slope=_one)
-def remax(rewards: np.ndarray, groups: np.ndarray, *, greedy_reward: np.ndarray) -> np.ndarray:
+def remax(
+    rewards: np.ndarray, groups: np.ndarray, *, greedy_reward: np.ndarray
+) -> np.ndarray:
     """ReMax (Li et al. 2024, algorithm 2): the reward of the greedy response to the same prompt is the
     baseline.
 
@@ -200,7 +220,9 @@ def opo(rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray) -> np.nd
 
 
 @estimator("pass_at_k", options=("k",))
-def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float = EPSILON) -> np.ndarray:
+def pass_at_k(
+    rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float = EPSILON
+) -> np.ndarray:
     """Pass@k training (Chen et al. 2025): GRPO over all k-subsets S of the group, each rewarded by its best
     member.
 
@@ -215,7 +237,9 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float
     order = np.argsort(groups, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         if len(rows) > k:
-            advantages[rows] = _pass_at_k_of_group(np.asarray(rewards, np.float64)[rows], k, epsilon)
+            advantages[rows] = _pass_at_k_of_group(
+                np.asarray(rewards, np.float64)[rows], k, epsilon
+            )
     return advantages
 
 
@@ -227,7 +251,9 @@ def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarr
     mean = best @ ascending
     std = np.sqrt(best @ (ascending - mean) ** 2)
     own_weights = np.array([comb(i, k - 1) / comb(n - 1, k - 1) for i in range(n)])
-    above = np.array([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
+    above = np.array(
+        [comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)]
+    )
     from_above = np.append(np.cumsum((above * ascending)[::-1])[::-1][1:], 0.0)
     advantages = np.empty(n)
     advantages[order] = (own_weights * ascending + from_above - mean) / (std + epsilon)
@@ -252,13 +278,17 @@ def maxrl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.divide(rewards - mean, mean, out=np.zeros(len(rewards)), where=mean > 0)
 
 
-def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON) -> np.ndarray:
+def whiten(
+    values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON
+) -> np.ndarray:
     """Return (x - mean(x)) / (std(x) + epsilon) over the batch, with the population's deviation (n).
 
     weights: how often each value counts, such as its tokens.
     """
     mean = np.average(values, weights=weights)
-    return (values - mean) / (np.sqrt(np.average((values - mean) ** 2, weights=weights)) + epsilon)
+    return (values - mean) / (
+        np.sqrt(np.average((values - mean) ** 2, weights=weights)) + epsilon
+    )
 
 
 def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
@@ -277,7 +307,9 @@ def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
     return float(1 - has_signal(rewards, uids)[first].mean())
 
 
-def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: KlInRewardConfig) -> float:
+def adapted_kl_weight(
+    coefficient: float, kl: float, sequences: int, settings: KlInRewardConfig
+) -> float:
     """Weight of the next step's KL (Ziegler et al. 2019, section 2.2), with a gain of `sequences / horizon`:
 
         e = clip((KL - target) / target, -0.2, 0.2)        beta' = beta (1 + e sequences / horizon)
@@ -316,10 +348,16 @@ def sample_columns(batch: RemoteBatch) -> tuple[dict[str, np.ndarray], np.ndarra
     first, sample = samples_of(batch)
     tokens = np.bincount(sample, batch["response_tokens"]).astype(np.int64)
     columns = {name: column[first] for name, column in batch.columns.items()}
-    return columns | {"group": columns["group_number"], "tokens": tokens, "response_tokens": tokens}, sample
+    return columns | {
+        "group": columns["group_number"],
+        "tokens": tokens,
+        "response_tokens": tokens,
+    }, sample
 
 
-def sequence_slopes(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+def sequence_slopes(
+    algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray
+) -> np.ndarray:
     """Return how much a row's advantage rises by its reward alone (`Estimator.slope`), float64 [B].
 
     Raises DataError for an estimator of another form.

@@ -24,14 +24,21 @@ from typing import Any
 
 import numpy as np
 
-from controller.algorithm.advantages import grpo, samples_of, sequence_advantages, sequence_slopes
+from controller.algorithm.advantages import (
+    grpo,
+    samples_of,
+    sequence_advantages,
+    sequence_slopes,
+)
 from controller.config.algorithm import AlgorithmConfig
 from workers.batch.dataproto import object_column
 from workers.batch.remote_batch import RemoteBatch
 from workers.model.losses.returns import discounted_returns
 
 
-def turn_rewards(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+def turn_rewards(
+    algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray
+) -> np.ndarray:
     """Return pairs (tokens, r_k) of the turns of each row, or (tokens, A_k) with gigpo, objects [B].
 
     rewards: float [B], of the row's sample. batch: `credit` (see `Score`), `response_tokens` and
@@ -58,7 +65,9 @@ def turn_rewards(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.nda
     return by_row(sample, batch["response_tokens"], tokens, numbers)
 
 
-def _turn_columns(turns_of_samples: Iterable[Iterable[tuple[Any, ...]]]) -> Iterator[tuple[Any, ...]]:
+def _turn_columns(
+    turns_of_samples: Iterable[Iterable[tuple[Any, ...]]],
+) -> Iterator[tuple[Any, ...]]:
     """Return the first, second and third values of the turns: three sequences, with a tuple a sample."""
     columns_of_samples = [tuple(zip(*turns, strict=True)) for turns in turns_of_samples]
     return zip(*columns_of_samples, strict=True)
@@ -71,7 +80,9 @@ def has_offsets(batch: RemoteBatch) -> bool:
     return any(offset for row in batch.columns.get("offsets", ()) for _, offset, _ in row)
 
 
-def session_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+def session_advantages(
+    algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray
+) -> np.ndarray:
     """Return pairs (tokens, A_k) of the turns of each row, objects [B]. Raises DataError as
     `sequence_slopes`.
 
@@ -115,7 +126,9 @@ def gigpo(
     counts = np.array([len(turns) for turns in of_turns])
     sample = np.repeat(np.arange(len(counts)), counts)
     returns = discounted_returns(np.concatenate(of_turns), counts, gamma)
-    keys = np.stack([groups[sample], np.fromiter(itertools.chain.from_iterable(states), np.int64)])
+    keys = np.stack(
+        [groups[sample], np.fromiter(itertools.chain.from_iterable(states), np.int64)]
+    )
     equal_states = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
     of_sample = grpo(rewards, groups, normalize_by_std=normalize_by_std)
     of_turn = grpo(returns, equal_states, normalize_by_std=normalize_by_std)
@@ -124,7 +137,10 @@ def gigpo(
 
 
 def by_row(
-    sample: np.ndarray, row_tokens: np.ndarray, tokens: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]
+    sample: np.ndarray,
+    row_tokens: np.ndarray,
+    tokens: Sequence[Sequence[int]],
+    numbers: Sequence[np.ndarray],
 ) -> np.ndarray:
     """Deal the turns of samples to their rows, in order: pairs (tokens, number), objects [B].
 

@@ -34,7 +34,9 @@ class AtEqualWeights(Enum):
 
 
 class LogProbCheck:
-    def __init__(self, config: Config, first_version: int, log: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: Config, first_version: int, log: Callable[[str], None] | None = None
+    ) -> None:
         """first_version: the attempt's first weights. log: receives differences in place of an error, for a
         replay, which has no engines to compare with.
         """
@@ -48,21 +50,32 @@ class LogProbCheck:
         )
         self._kept: tuple[int, dict[str, float]] = 0, {}
 
-    def at_equal_weights(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> AtEqualWeights:
+    def at_equal_weights(
+        self, oldest: np.ndarray, newest: np.ndarray, current: int
+    ) -> AtEqualWeights:
         """Return the comparison that samples [B] allow, unless made before.
 
         oldest, newest: weight versions of each sample, which may span several. current: the trainer's
         version.
         """
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
-        comparison = AtEqualWeights.FIRST if current == self._first else AtEqualWeights.CHANGED
-        return comparison if of_current and comparison in self._pending else AtEqualWeights.NONE
+        comparison = (
+            AtEqualWeights.FIRST if current == self._first else AtEqualWeights.CHANGED
+        )
+        return (
+            comparison
+            if of_current and comparison in self._pending
+            else AtEqualWeights.NONE
+        )
 
     def awaits(self, equal_weights: AtEqualWeights) -> bool:
         return equal_weights in self._pending
 
     def compare(
-        self, step: int, metrics: Mapping[str, Metric], equal_weights: AtEqualWeights = AtEqualWeights.NONE
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        equal_weights: AtEqualWeights = AtEqualWeights.NONE,
     ) -> None:
         """Raise MismatchError, with advice, if sampler and trainer differ by more than allowed.
 
@@ -86,7 +99,12 @@ class LogProbCheck:
     def keep(self, step: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Keep and return the mismatch metrics of a step's first log-prob pass."""
         if not self.metrics_before_update(step):
-            self._kept = step, results({name: metrics[name] for name in (MEAN, LARGEST) if name in metrics})
+            self._kept = (
+                step,
+                results(
+                    {name: metrics[name] for name in (MEAN, LARGEST) if name in metrics}
+                ),
+            )
         return self._kept[1]
 
     def metrics_before_update(self, step: int) -> dict[str, float]:
@@ -100,7 +118,9 @@ def compares_exactly(config: Config) -> bool:
     return config.rollout.sampling.log_probs_are_whole and not coarser
 
 
-def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights: AtEqualWeights) -> str:
+def beyond(
+    mean: float, largest: float, limit: float, dtype: str, equal_weights: AtEqualWeights
+) -> str:
     """Return the problem with a mismatch, in nats a token, or an empty string. limit: policy.max_mismatch."""
     gap = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
     if math.isnan(mean):

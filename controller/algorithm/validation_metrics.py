@@ -51,17 +51,24 @@ class PromptValues:
         return float(self.sums.sum() / self.counts.sum())
 
 
-def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
+def summarize(
+    responses: Sequence[ScoredResponse], success: str, threshold: float
+) -> dict[str, float]:
     """Return the mean of every score, and pass@k and maj@n for several responses per prompt, overall and by
     source.
 
     pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`,
     `pass@4`, `SOURCE/reward`. A score is averaged over the responses that have it.
     """
-    return {name: values.value for name, values in by_prompt(responses, success, threshold).items()}
+    return {
+        name: values.value
+        for name, values in by_prompt(responses, success, threshold).items()
+    }
 
 
-def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
+def by_prompt(
+    responses: Sequence[ScoredResponse], success: str, threshold: float
+) -> dict[str, PromptValues]:
     metrics = _of_one_source(responses, success, threshold)
     by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
@@ -75,13 +82,20 @@ def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
     """Return the names that `summarize` may return for one source. samples: per prompt. parts: of rewards."""
-    counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
+    counts = (
+        [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
+        if samples > 1
+        else []
+    )
     votes = [f"maj@{samples}"] if samples > 1 else []
     return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
 
 
 def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
-    return any(name == metric or name.endswith(f"/{metric}") for metric in possible_metrics(samples, parts))
+    return any(
+        name == metric or name.endswith(f"/{metric}")
+        for metric in possible_metrics(samples, parts)
+    )
 
 
 def _of_one_source(
@@ -101,7 +115,11 @@ def _of_one_source(
         for uid, group in groups.items():
             right[uid] = [_is_right(response, success, threshold) for response in group]
         for k in [2**i for i in range(n.bit_length()) if 2**i < n] + [n]:
-            values = [pass_at_k(len(marks), sum(marks), k) for marks in right.values() if len(marks) >= k]
+            values = [
+                pass_at_k(len(marks), sum(marks), k)
+                for marks in right.values()
+                if len(marks) >= k
+            ]
             metrics[f"pass@{k}"] = PromptValues.of(values)
         if any(response.answer for response in responses):
             votes = []
@@ -147,7 +165,9 @@ def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
         return 0.0
     most = max(votes.values())
     leaders = {answer for answer, count in votes.items() if count == most}
-    verdicts = [verdict for answer, verdict in zip(answers, right, strict=True) if answer in leaders]
+    verdicts = [
+        verdict for answer, verdict in zip(answers, right, strict=True) if answer in leaders
+    ]
     return float(np.mean(verdicts))  # tied leaders
 
 
@@ -208,8 +228,12 @@ def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
     means = []
     for start in range(0, RESAMPLES, at_a_time):
         count = min(at_a_time, RESAMPLES - start)
-        times = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # draws of each prompt
+        times = rng.multinomial(
+            prompts, np.full(prompts, 1 / prompts), size=count
+        )  # draws of each prompt
         means.append((times @ values.sums) / (times @ values.counts))
     ends = [0.5 - confidence / 2, 0.5 + confidence / 2]
-    low, high = np.quantile(np.concatenate(means), ends, method="inverted_cdf")  # values that occur
+    low, high = np.quantile(
+        np.concatenate(means), ends, method="inverted_cdf"
+    )  # values that occur
     return float(low), float(high)

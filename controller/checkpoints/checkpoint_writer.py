@@ -24,7 +24,14 @@ from controller.checkpoints.progress import (
 )
 from controller.config import TrainingConfig
 from controller.data.identity import differences
-from workers.errors import CheckpointError, LostError, OutputError, RolloutError, WorkerError, clause
+from workers.errors import (
+    CheckpointError,
+    LostError,
+    OutputError,
+    RolloutError,
+    WorkerError,
+    clause,
+)
 from workers.model.checkpoint.checkpoint_folder import complete, prune, remove
 
 WriteMore = Callable[[Path, Progress], None]
@@ -35,7 +42,9 @@ SAVE_SECONDS = 1800.0  # if an interrupt reached only some ranks, a save never b
 class CheckpointWriter:
     """Saves every role that learns. A failed save, as on a full disk, is logged and counted in `failures`."""
 
-    def __init__(self, roles: WorkerGroups, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, roles: WorkerGroups, run_folder: Path, keep: int, log: Callable[[str], None]
+    ) -> None:
         self.failures = 0
         self._roles = roles
         self._folder = run_folder.resolve()
@@ -97,7 +106,10 @@ class CheckpointWriter:
 
 
 def resume(
-    config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], None], data: dict[str, Any]
+    config: TrainingConfig,
+    roles: WorkerGroups,
+    log: Callable[[str], None],
+    data: dict[str, Any],
 ) -> Progress:
     """Load the newest good checkpoint for run.resume. Returns a fresh Progress without one.
 
@@ -113,24 +125,36 @@ def resume(
     for path in candidates:
         try:
             states = [
-                group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()
+                group.load_checkpoint(str(role_path(path, role)))
+                for role, group in roles.trained.items()
             ]
             samples, replay = (
-                str(file) if file.exists() else "" for file in (samples_path(path), replay_path(path))
+                str(file) if file.exists() else ""
+                for file in (samples_path(path), replay_path(path))
             )
             progress = replace(Progress(**states[0]), samples=samples, replay=replay)
-        except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
+        except (
+            CheckpointError,
+            WorkerError,
+            TypeError,
+        ) as error:  # TypeError: fields that no Progress has
             log(f"{path} cannot be loaded: {error}")
             continue
-        if config.run.on_data_change == "refuse":  # checked before the start too, but of the newest one only
+        if (
+            config.run.on_data_change == "refuse"
+        ):  # checked before the start too, but of the newest one only
             refuse_other_data(path, data, progress.data)
         log(f"going on from {path}")
         if config.run.resume == "auto":
             _remove_later(roles, path, progress.step)
             copies_of(folder).drop_after(progress.step)
         if config.run.on_data_change == "restart" and differences(data, progress.data):
-            log("the training data differ from the checkpoint's: they start again at their first prompt")
-            progress = replace(progress, position=0, active=[], samples="", replay="", sampler=None)
+            log(
+                "the training data differ from the checkpoint's: they start again at their first prompt"
+            )
+            progress = replace(
+                progress, position=0, active=[], samples="", replay="", sampler=None
+            )
         return replace(progress, data=data)
     if candidates:
         raise CheckpointError(

@@ -43,7 +43,9 @@ class RestorePlan:
     sources: dict[Rank, str]
 
 
-def plan_restore(held: Mapping[str, Iterable[tuple[Rank, int]]], ranks: Iterable[Rank]) -> RestorePlan | None:
+def plan_restore(
+    held: Mapping[str, Iterable[tuple[Rank, int]]], ranks: Iterable[Rank]
+) -> RestorePlan | None:
     """Return the newest step of which every rank has a copy, and where. None without such a step.
 
     held: rank and step of each copy, by node.
@@ -53,7 +55,9 @@ def plan_restore(held: Mapping[str, Iterable[tuple[Rank, int]]], ranks: Iterable
         for rank, step in held[node]:
             sources.setdefault(step, {}).setdefault(rank, node)
     wanted = set(ranks)
-    complete_steps = [step for step, by_rank in sources.items() if wanted and wanted <= by_rank.keys()]
+    complete_steps = [
+        step for step, by_rank in sources.items() if wanted and wanted <= by_rank.keys()
+    ]
     if not complete_steps:
         return None
     newest = max(complete_steps)
@@ -91,7 +95,9 @@ class PeerCopies:
     def __init__(self) -> None:
         self._holders: dict[str, Any] = {}
 
-    def begin(self, roles: "WorkerGroups", progress: Progress, log: Callable[[str], None]) -> None:
+    def begin(
+        self, roles: "WorkerGroups", progress: Progress, log: Callable[[str], None]
+    ) -> None:
         """Copy the state after `progress.step`. Returns when it is in each rank's host memory. Ranks send it
         on while training continues.
         """
@@ -101,7 +107,9 @@ class PeerCopies:
             holders = [[self._holder(node) for node in rank_nodes] for rank_nodes in nodes]
             group.send_copies(progress.step, progress.to_json(), holders)
 
-    def restore(self, roles: "WorkerGroups", newer_than: int, log: Callable[[str], None]) -> Progress | None:
+    def restore(
+        self, roles: "WorkerGroups", newer_than: int, log: Callable[[str], None]
+    ) -> Progress | None:
         """Load the newest complete copy, unless a checkpoint is newer. Returns None without one.
 
         newer_than: step of the last checkpoint, -1 without one.
@@ -109,23 +117,37 @@ class PeerCopies:
         if not self._holders:
             return None
         held = self._held(log)
-        ranks = [(role, rank.index) for role, group in roles.trained.items() for rank in group.ranks]
+        ranks = [
+            (role, rank.index)
+            for role, group in roles.trained.items()
+            for rank in group.ranks
+        ]
         plan = plan_restore(held, ranks)
         if plan is None or plan.step < newer_than:
-            reason = "no step is complete" if plan is None else f"a checkpoint is newer than step {plan.step}"
+            reason = (
+                "no step is complete"
+                if plan is None
+                else f"a checkpoint is newer than step {plan.step}"
+            )
             log(f"run.peer_copies: {reason} in memory")
             return None
         states = {}
         try:
             for role, group in roles.trained.items():
-                holders = [self._holders[plan.sources[role, rank.index]] for rank in group.ranks]
+                holders = [
+                    self._holders[plan.sources[role, rank.index]] for rank in group.ranks
+                ]
                 states[role] = group.load_copies(plan.step, holders)
         except LostError:
             raise
         except BallastError as error:
-            log(f"run.peer_copies: step {plan.step} cannot be loaded from memory: {clause(error)}")
+            log(
+                f"run.peer_copies: step {plan.step} cannot be loaded from memory: {clause(error)}"
+            )
             return None
-        log(f"going on from step {plan.step} in memory, from copies on {', '.join(sorted(held))}")
+        log(
+            f"going on from step {plan.step} in memory, from copies on {', '.join(sorted(held))}"
+        )
         return Progress(**states["policy"])
 
     def drop_after(self, step: int) -> None:

@@ -77,7 +77,9 @@ def _lock_free(config: TrainingConfig) -> TextIO:
 
 def _lock(folder: Path) -> TextIO:
     while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts and samples may be confidential
+        folder.mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )  # prompts and samples may be confidential
         with ExitStack() as stack, suppress(FileNotFoundError):
             file = stack.enter_context((folder / LOCK).open("a+"))
             _lock_file(file, folder)
@@ -110,7 +112,9 @@ def _lock_file(file: TextIO, folder: Path) -> None:
 
 def _release(folder: Path, lock: TextIO) -> None:
     with suppress(OSError):
-        (folder / LOCK).unlink()  # while it is locked: who opened it meanwhile notices, see `_lock`
+        (
+            folder / LOCK
+        ).unlink()  # while it is locked: who opened it meanwhile notices, see `_lock`
     lock.close()
     with suppress(OSError):  # not empty: the run has written
         folder.rmdir()

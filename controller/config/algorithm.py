@@ -9,7 +9,9 @@ from workers.config.roles import GaeConfig, KlInRewardConfig, LossConfig, settin
 class GigpoConfig:
     """Compares turns within a group of samples. Formulas: `controller.algorithm.credit`."""
 
-    weight: float = setting(1.0, "Weight of a turn's advantage beside its sample's.", minimum=0)
+    weight: float = setting(
+        1.0, "Weight of a turn's advantage beside its sample's.", minimum=0
+    )
     states: str = setting(
         "observation",
         "Turns to compare: after an equal `observation` of the environment, as in the paper, or of the "
@@ -24,12 +26,21 @@ class AlgorithmConfig:
         (".advantage=custom", "advantage_function"),
         (".zero_variance_groups=drop or replace", "group_filter"),
         (".advantage=grpo or gigpo", "normalize_by_std"),
-        (".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo", "credit"),
+        (
+            ".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo",
+            "credit",
+        ),
         ("rollout.environment", "credit"),
         ("episodes", "gamma_per"),
         ("rollout.max_turns above 1", "credit, gamma_per"),
-        (".advantage=reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo", "gamma"),
-        (".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline", "gamma_per"),
+        (
+            ".advantage=reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo",
+            "gamma",
+        ),
+        (
+            ".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline",
+            "gamma_per",
+        ),
         ("discount", "gamma_per"),
         (".advantage=gigpo", "gigpo"),
         (".advantage=pass_at_k", "pass_k"),
@@ -119,10 +130,19 @@ class AlgorithmConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether advantages are 0 in a group of equal rewards."""
-        other_estimators = ("reinforce_plus_plus", "gae", "remax", "gigpo", "none", "custom")
+        other_estimators = (
+            "reinforce_plus_plus",
+            "gae",
+            "remax",
+            "gigpo",
+            "none",
+            "custom",
+        )
         return self.advantage not in other_estimators and self.credit == "episode"
 
     @property
     def reads_turns(self) -> bool:
         """Whether the estimator needs the column `by_turn`."""
-        return self.credit == "turn" or self.gamma_per == "turn" or self.advantage == "gigpo"
+        return (
+            self.credit == "turn" or self.gamma_per == "turn" or self.advantage == "gigpo"
+        )

@@ -39,7 +39,9 @@ class Counterpart:
     def answer(self) -> str:
         if not self.here:
             return f"it has no counterpart here ({self.note})"
-        return f"here it is {' and '.join(self.here)}{f' ({self.note})' if self.note else ''}"
+        return (
+            f"here it is {' and '.join(self.here)}{f' ({self.note})' if self.note else ''}"
+        )
 
 
 def _has_section(names: Collection[str], section: str) -> bool:
@@ -48,21 +50,32 @@ def _has_section(names: Collection[str], section: str) -> bool:
 
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
-    table = yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data()  # every scalar is a text
-    return tuple(_row(system, key, row) for system, rows in table.items() for key, row in rows.items())
+    table = yaml.BaseLoader(
+        TABLE.read_text(encoding="utf-8")
+    ).get_single_data()  # every scalar is a text
+    return tuple(
+        _row(system, key, row)
+        for system, rows in table.items()
+        for key, row in rows.items()
+    )
 
 
 def _row(system: str, key: str, row: str | Mapping[str, Any]) -> Counterpart:
     fields: dict[str, Any] = {"here": row} if isinstance(row, str) else dict(row)
     here = tuple(fields.pop("here", "").split())
     values = fields.pop("values", {})
-    values = {theirs: {here[0]: ours} if isinstance(ours, str) else ours for theirs, ours in values.items()}
+    values = {
+        theirs: {here[0]: ours} if isinstance(ours, str) else ours
+        for theirs, ours in values.items()
+    }
     return Counterpart(system, key, here, values=values, **fields)
 
 
 def previous_name(key: str, names: Collection[str]) -> Counterpart | None:
     """Return the counterpart of a setting of Ballast's previous version."""
-    rows = (row for row in counterparts() if row.system.startswith(PREVIOUS) and row.key == key)
+    rows = (
+        row for row in counterparts() if row.system.startswith(PREVIOUS) and row.key == key
+    )
     return next((row for row in rows if row.is_of(names)), None)
 
 
@@ -82,10 +95,14 @@ def answer(key: str, names: Collection[str], *, exact: bool = False) -> str:
     rows = _rows_of(frozenset(names))
     matches = [row for theirs, row in rows if key == theirs]
     if not exact:
-        matches = matches or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
+        matches = matches or [
+            row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")
+        ]
         matches = matches or [row for theirs, row in rows if theirs.endswith(f".{key}")]
     # `model.*` of another system does not answer a misspelt setting of our section `model`.
     ours = () if exact else tuple({f"{name.partition('.')[0]}.*" for name in names})
-    matches = matches or [row for theirs, row in rows if theirs not in ours and fnmatchcase(key, theirs)]
+    matches = matches or [
+        row for theirs, row in rows if theirs not in ours and fnmatchcase(key, theirs)
+    ]
     matches = [row for row in matches if row.here] or matches
     return ", or ".join({row.here: row.answer for row in reversed(matches)}.values())

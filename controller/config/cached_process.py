@@ -43,7 +43,8 @@ def ask_module(module: str, request: Mapping[str, Any], timeout_s: int) -> tuple
         process = subprocess.run(
             [sys.executable, "-m", module],
             input=json.dumps(request),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
             text=True,
             capture_output=True,
             timeout=timeout_s,

@@ -25,7 +25,10 @@ CONDITIONS: Conditions = {
         "engines on GPUs (vLLM's on CPUs do not say which experts a token went through)",
         lambda c: c.uses_gpus and c.samples,
     ),
-    "episodes": ("rollout.environment, rollout.tools or an agent", lambda c: c.rollout.plays_episodes),
+    "episodes": (
+        "rollout.environment, rollout.tools or an agent",
+        lambda c: c.rollout.plays_episodes,
+    ),
     "an agent": ("rollout.agent or rollout.agent_command", lambda c: c.rollout.runs_agent),
     "an agent's process": (
         "rollout.agent (other than http) or rollout.agent_command",
@@ -47,12 +50,15 @@ CONDITIONS: Conditions = {
     "copies in memory": (
         "run.max_restarts above 0, rollout.max_staleness=0 and batch.replay.share=0",
         lambda c: (
-            c.run.max_restarts > 0 and not (c.samples and (c.rollout.max_staleness or c.batch.replay.share))
+            c.run.max_restarts > 0
+            and not (c.samples and (c.rollout.max_staleness or c.batch.replay.share))
         ),
     ),
     "reference": (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
-        lambda c: c.algorithm.loss.kl_coefficient > 0 or c.algorithm.kl_in_reward.coefficient > 0,
+        lambda c: (
+            c.algorithm.loss.kl_coefficient > 0 or c.algorithm.kl_in_reward.coefficient > 0
+        ),
     ),
     "own reference": (
         "a separate reference (with model.lora.rank above 0 that needs reference.path)",
@@ -98,7 +104,10 @@ _OF_A_SETTING = re.compile(r"([\w.]+)(=| above | other than | left empty)?(.*)")
 
 def effect_words(conditions: Conditions, only_with: Iterable[str]) -> str:
     """Describe a setting's conditions in a sentence, or return "" if every run of the command meets them."""
-    words = [conditions[condition][0] if condition in conditions else condition for condition in only_with]
+    words = [
+        conditions[condition][0] if condition in conditions else condition
+        for condition in only_with
+    ]
     return f"Only with {', and with '.join(filter(None, words))}." if any(words) else ""
 
 
@@ -130,7 +139,9 @@ def leave_out_cpu_settings(config: Any) -> None:
             setattr(value_of(config, section), name, setting.default)
             names.append(f"{setting.key}={value}")
     if names:
-        print(f"{', '.join(names)}: left out, because this run is on GPUs.", file=sys.stderr)
+        print(
+            f"{', '.join(names)}: left out, because this run is on GPUs.", file=sys.stderr
+        )
 
 
 def check_settings_have_effect(config: Any) -> None:
@@ -140,9 +151,16 @@ def check_settings_have_effect(config: Any) -> None:
         value = value_of(config, setting.key)
         if value == setting.default or setting.follows:
             continue
-        condition = next((condition for condition in setting.only_with if not holds(config, condition)), None)
+        condition = next(
+            (condition for condition in setting.only_with if not holds(config, condition)),
+            None,
+        )
         if condition is not None:
-            needed = config.conditions[condition][0] if condition in config.conditions else condition
+            needed = (
+                config.conditions[condition][0]
+                if condition in config.conditions
+                else condition
+            )
             errors.append(
                 ConfigError(
                     f"{setting.key}={value} has no effect without {needed}. Set that, or remove "

@@ -62,9 +62,13 @@ class Setting:
             return f"one of {', '.join(self.choices)}"
         bounds = []
         if self.minimum is not None:
-            bounds.append(f"{'above' if self.exclusive_minimum else 'at least'} {self.minimum:,}")
+            bounds.append(
+                f"{'above' if self.exclusive_minimum else 'at least'} {self.minimum:,}"
+            )
         if self.maximum is not None:
-            bounds.append(f"{'below' if self.exclusive_maximum else 'at most'} {self.maximum:,}")
+            bounds.append(
+                f"{'below' if self.exclusive_maximum else 'at most'} {self.maximum:,}"
+            )
         return " and ".join(bounds)
 
     @property
@@ -83,19 +87,27 @@ class Setting:
             return True
         high = self.highest
         low = -high if self.minimum is None else self.minimum
-        excluded = (self.exclusive_minimum and value == low) or (self.exclusive_maximum and value == high)
+        excluded = (self.exclusive_minimum and value == low) or (
+            self.exclusive_maximum and value == high
+        )
         return low <= value <= high and not excluded
 
 
-def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) -> Iterator[Setting]:
+def settings(
+    section: Any, prefix: str = "", only_with: tuple[str, ...] = ()
+) -> Iterator[Setting]:
     """Yield every key of a section instance, in order of declaration.
 
     only_with: conditions of the whole section.
     """
-    pairs = [pair for base in type(section).__mro__ for pair in vars(base).get("only_with", ())]
+    pairs = [
+        pair for base in type(section).__mro__ for pair in vars(base).get("only_with", ())
+    ]
     for item in fields(section):
         value = getattr(section, item.name)
-        own_conditions = [condition for condition, names in pairs if item.name in names.split(", ")]
+        own_conditions = [
+            condition for condition, names in pairs if item.name in names.split(", ")
+        ]
         conditions = (
             *only_with,
             *(
@@ -107,7 +119,11 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
             yield from settings(value, f"{prefix}{item.name}.", conditions)
         else:
             yield Setting(
-                prefix + item.name, cast(type, item.type), value, **item.metadata, only_with=conditions
+                prefix + item.name,
+                cast(type, item.type),
+                value,
+                **item.metadata,
+                only_with=conditions,
             )
 
 
@@ -130,7 +146,9 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]) -> Schema:
+def read(
+    schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]
+) -> Schema:
     """Merge the schema's defaults, YAML files and `key.sub=value` overrides. Later ones win. `~key.sub` and
     `key.sub=null` take back what was set before.
 
@@ -173,7 +191,9 @@ def _pickled_defaults(schema: Hashable) -> bytes:
     return pickle.dumps(OmegaConf.structured(schema))
 
 
-def _merge(merged: Any, parts: Sequence[DictConfig], known_settings: Mapping[str, Setting]) -> None:
+def _merge(
+    merged: Any, parts: Sequence[DictConfig], known_settings: Mapping[str, Setting]
+) -> None:
     """Merge all parts in place. A mapping given again replaces the one before.
 
     One call for all parts: each call walks the whole tree, and `OmegaConf.merge` copies it too.
@@ -204,7 +224,9 @@ _PROBLEMS = {
 """OmegaConf's messages speak of keys and nodes, and some end with a URL."""
 
 
-def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
+def _follow_renames(
+    part: DictConfig, known_settings: Mapping[str, Setting], source: str
+) -> None:
     """Replace the previous version's settings in place, and print one line if any has a new name.
 
     A setting that has become a choice still reads its booleans.
@@ -213,7 +235,9 @@ def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], sou
     for key, value in list(
         _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known_settings, source)
     ):
-        if key in known_settings and (known_settings[key].type is not str or not isinstance(value, bool)):
+        if key in known_settings and (
+            known_settings[key].type is not str or not isinstance(value, bool)
+        ):
             continue
         row = previous_name(key, known_settings)
         if row is None:
@@ -228,15 +252,23 @@ def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], sou
             for ours, setting in new.items():
                 OmegaConf.update(part, ours, setting, force_add=True)
     if new_names:
-        rest = f", and {len(new_names) - 3} more in docs/migration.md" if len(new_names) > 3 else ""
-        _print_once(f"{source}{', '.join(new_names[:3])}{rest}. The next version refuses the old names.")
+        rest = (
+            f", and {len(new_names) - 3} more in docs/migration.md"
+            if len(new_names) > 3
+            else ""
+        )
+        _print_once(
+            f"{source}{', '.join(new_names[:3])}{rest}. The next version refuses the old names."
+        )
 
 
 NAMES_IN_A_TEXT = ("model.lora.target_modules", "model.lora.target_parameters")
 """Settings that are names separated by commas, and may be a list."""
 
 
-def _convert_lists(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
+def _convert_lists(
+    part: DictConfig, known_settings: Mapping[str, Setting], source: str
+) -> None:
     """Read one text or number as a list of it, and a list as a text of names, in place.
 
     As engines and peft read `stop: "</a>"` and `target_modules: [q_proj, v_proj]`.
@@ -284,7 +316,9 @@ def _remove(key: str, parts: Sequence[DictConfig]) -> None:
 
 def _read_override(override: str, known_settings: Mapping[str, Setting]) -> DictConfig:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", override, re.DOTALL):
-        raise ConfigError(f"{override!r} is not an override. Write key.sub=value, or ~key.sub.")
+        raise ConfigError(
+            f"{override!r} is not an override. Write key.sub=value, or ~key.sub."
+        )
     key, _, value = override.partition("=")
     for name, setting in known_settings.items():
         if setting.type in (Numbers, Biases) and key.startswith(f"{name}."):
@@ -292,10 +326,16 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
                 f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'."
             )
     if not value.strip() and key in known_settings and known_settings[key].type is str:
-        override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
+        override = (
+            f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
+        )
     try:
         # YAML would read the brace of a reference within a list or a mapping as another mapping.
-        if key in known_settings and _holds_several(known_settings[key]) and "${" in value.lstrip()[1:]:
+        if (
+            key in known_settings
+            and _holds_several(known_settings[key])
+            and "${" in value.lstrip()[1:]
+        ):
             raise _no_reference(key)
         check_scalars(value, key=key)
         return OmegaConf.from_dotlist([override])
@@ -303,25 +343,35 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
         if re.search(r"(^|[\[{:, ])\?\?\?($|[\]}, ])", value):  # which YAML reads as a key
             raise _not_set(key) from None
         problem = f"{show_value(value)} is not valid here ({yaml_problem(error)})"
-        raise ConfigError(f"{key}: the value {problem}. Quote a text, as in {key}='\"...\"'.") from None
+        raise ConfigError(
+            f"{key}: the value {problem}. Quote a text, as in {key}='\"...\"'."
+        ) from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
 
 
-def _check_keys_and_types(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
+def _check_keys_and_types(
+    part: DictConfig, known_settings: Mapping[str, Setting], source: str
+) -> None:
     problems = Problems()
-    for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known_settings, source):
+    for key, value in _leaves(
+        cast(dict[str, Any], OmegaConf.to_container(part)), known_settings, source
+    ):
         with problems.collecting():
             _check_key_and_type(key, value, known_settings, source)
             expanded = (
-                value if known_settings[key].type == Options else with_user_paths(value, f"{source}{key}")
+                value
+                if known_settings[key].type == Options
+                else with_user_paths(value, f"{source}{key}")
             )
             if expanded != value:
                 OmegaConf.update(part, key, expanded, merge=False)
     problems.raise_all()
 
 
-def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], source: str) -> None:
+def _check_key_and_type(
+    key: str, value: Any, known: Mapping[str, Setting], source: str
+) -> None:
     if key not in known:
         raise ConfigError(f"{source}{key} is not a setting; {suggestion(key, list(known))}")
     within = isinstance(value, (list, dict)) or (
@@ -334,11 +384,16 @@ def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], sour
     # OmegaConf checks the type of ${...} after merging.
     deferred = isinstance(value, str) and (value == MISSING or "${" in value)
     if not deferred and not is_of_type(value, known[key].type):
-        raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {show_value(value)}.")
+        raise ConfigError(
+            f"{source}{key} must be {_TYPES[known[key].type]}, not {show_value(value)}."
+        )
 
 
 def _leaves(
-    content: Mapping[str, Any], known_settings: Mapping[str, Setting], source: str, prefix: str = ""
+    content: Mapping[str, Any],
+    known_settings: Mapping[str, Setting],
+    source: str,
+    prefix: str = "",
 ) -> Iterator[tuple[str, Any]]:
     """Yield (full key, value) of every setting. Raises ConfigError for a section given as a single value."""
     sections = _sections(tuple(known_settings))
@@ -363,11 +418,15 @@ def _leaves(
 def _sections(keys: tuple[str, ...]) -> frozenset[str]:
     """Return `policy` and `policy.optimizer` for `policy.optimizer.beta1`."""
     names = [key.split(".") for key in keys]
-    return frozenset(".".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
+    return frozenset(
+        ".".join(parts[:depth]) for parts in names for depth in range(1, len(parts))
+    )
 
 
 def _not_set(key: str) -> ConfigError:
-    return ConfigError(f"{key}: ??? stands for a value that is not set. Leave the key out instead.")
+    return ConfigError(
+        f"{key}: ??? stands for a value that is not set. Leave the key out instead."
+    )
 
 
 def _holds_several(setting: Setting) -> bool:
@@ -375,7 +434,9 @@ def _holds_several(setting: Setting) -> bool:
 
 
 def _no_reference(key: str) -> ConfigError:
-    return ConfigError(f"{key}: ${{...}} is not read in lists and mappings. Give the values themselves.")
+    return ConfigError(
+        f"{key}: ${{...}} is not read in lists and mappings. Give the values themselves."
+    )
 
 
 _TYPES = {
@@ -399,14 +460,20 @@ def is_of_type(value: Any, wanted: type) -> bool:
     kind = get_origin(wanted)
     inner = get_args(wanted)
     if kind is list:
-        return isinstance(value, list) and all(is_of_type(entry, inner[0]) for entry in value)
+        return isinstance(value, list) and all(
+            is_of_type(entry, inner[0]) for entry in value
+        )
     if kind is dict:
         names, values = inner
         return isinstance(value, dict) and all(
             isinstance(name, names) and (values is Any or is_of_type(entry, values))
             for name, entry in value.items()
         )
-    accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
+    accepted: dict[type, tuple[type, ...]] = {
+        int: (int,),
+        float: (int, float),
+        str: (str, int, float),
+    }
     return isinstance(value, accepted[wanted])
 
 
@@ -414,7 +481,9 @@ def _to_object(merged: Any, known_settings: Mapping[str, Setting]) -> Any:
     try:
         # `missing_keys` resolves every setting, 8 ms.
         required = [key for key, setting in known_settings.items() if setting.required]
-        unset = [key for key in required if OmegaConf.select(merged, key, default=None) is None]
+        unset = [
+            key for key in required if OmegaConf.select(merged, key, default=None) is None
+        ]
         if unset:
             verb = "is" if len(unset) == 1 else "are"
             raise ConfigError(
@@ -422,7 +491,9 @@ def _to_object(merged: Any, known_settings: Mapping[str, Setting]) -> Any:
             )
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise _refusal(error, "" if error.full_key else _wrong_list(merged, known_settings)) from None
+        raise _refusal(
+            error, "" if error.full_key else _wrong_list(merged, known_settings)
+        ) from None
 
 
 def _wrong_list(merged: Any, known_settings: Mapping[str, Setting]) -> str:

@@ -24,7 +24,12 @@ from workers.user_code.verl_form import SOLUTION, TRUTH, is_verl_form, sources_o
 GIVEN = "callable:"  # prefix of the name, in settings, of a function given to a call
 RESPONSES = {"response", "responses"}
 OF_SAMPLES = (
-    *("algorithm.advantage_function", "algorithm.group_filter", "reward.shaping", "run.metrics"),
+    *(
+        "algorithm.advantage_function",
+        "algorithm.group_filter",
+        "reward.shaping",
+        "run.metrics",
+    ),
     "batch.replay.by",
 )
 """Settings of functions that take columns of samples, see `controller.data.sample_functions`."""
@@ -43,7 +48,9 @@ def check_function(key: str, name: str) -> None:
         )
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
     if match is None:
-        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
+        raise ConfigError(
+            f"{key}={name!r} must be module:function or path/file.py:function."
+        )
     function = match.group(2)
     path, names = check_source(key, name)
     symbol = names.lookup(function) if function in names.get_identifiers() else None
@@ -70,11 +77,15 @@ def _written_signature(arguments: ast.arguments) -> Signature:
     by_place = arguments.posonlyargs + arguments.args
     with_default = by_place[len(by_place) - len(arguments.defaults) :]
     with_default += [
-        name for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value
+        name
+        for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if value
     ]
     named = arguments.args + arguments.kwonlyargs
     required = tuple(argument.arg for argument in named if argument not in with_default)
-    return Signature(tuple(argument.arg for argument in named), required, arguments.kwarg is not None)
+    return Signature(
+        tuple(argument.arg for argument in named), required, arguments.kwarg is not None
+    )
 
 
 def absolute(name: str) -> str:
@@ -92,7 +103,9 @@ def check_command(key: str, command: str) -> None:
             f"{key}={command!r}: not a command line ({clause(error)}). Write it as in a shell."
         ) from None
     if shutil.which(program) is None:
-        raise ConfigError(f"{key}={command!r}: there is no program {program}. Install it, or give its path.")
+        raise ConfigError(
+            f"{key}={command!r}: there is no program {program}. Install it, or give its path."
+        )
 
 
 def check_source(key: str, name: str) -> tuple[Path, SymbolTable]:
@@ -137,14 +150,20 @@ def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
     for finder in sys.meta_path:
         # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in
         # sys.modules.
-        spec = finder.find_spec(parts[-1] if finder is PathFinder else ".".join(parts), path)
+        spec = finder.find_spec(
+            parts[-1] if finder is PathFinder else ".".join(parts), path
+        )
         if spec is not None:
             return spec
     return None
 
 
 def requested_columns(
-    signature: Signature, record: Mapping[str, Any], name: str, *, key: str = "reward.function"
+    signature: Signature,
+    record: Mapping[str, Any],
+    name: str,
+    *,
+    key: str = "reward.function",
 ) -> tuple[str, ...]:
     """Return the record columns, and `response_raw`, that the function takes besides `response` or
     `responses`.
@@ -159,7 +178,9 @@ def requested_columns(
     offered = set(record)
     columns = requested_names(key, name, signature, offered | RESPONSES | {RAW})
     return tuple(
-        column for column in columns if column not in RESPONSES and (column in offered or column in names)
+        column
+        for column in columns
+        if column not in RESPONSES and (column in offered or column in names)
     )
 
 
@@ -180,16 +201,22 @@ def check_reward_parameters(signature: Signature, key: str, name: str) -> None:
             "'solution_str' with verl's other arguments, or 'responses', the texts of all samples, with "
             "lists of columns."
         )
-    takes_responses = len(names & RESPONSES) == 1 or signature.takes_all or is_verl_form(names)
+    takes_responses = (
+        len(names & RESPONSES) == 1 or signature.takes_all or is_verl_form(names)
+    )
     if not takes_responses:
         raise ConfigError(
             f"{key}={name!r} must take a parameter 'response', or 'responses' for many at once."
         )
 
 
-def _verl_columns(signature: Signature, record: Mapping[str, Any], setting: str) -> tuple[str, ...]:
+def _verl_columns(
+    signature: Signature, record: Mapping[str, Any], setting: str
+) -> tuple[str, ...]:
     sources = sources_of(signature.names, record)
-    if lacking := sorted(set(signature.required) - sources.keys() - {SOLUTION, "extra_info"}):
+    if lacking := sorted(
+        set(signature.required) - sources.keys() - {SOLUTION, "extra_info"}
+    ):
         raise ConfigError(
             f"{setting}: it takes verl's arguments, but the first record has nothing for "
             f"{', '.join(lacking)}. Add the columns ({TRUTH} counts as ground_truth), or write `def "
@@ -198,11 +225,15 @@ def _verl_columns(signature: Signature, record: Mapping[str, Any], setting: str)
     return tuple(sorted(set(sources.values())))
 
 
-def requested_names(key: str, name: str, signature: Signature, offered: Iterable[str]) -> tuple[str, ...]:
+def requested_names(
+    key: str, name: str, signature: Signature, offered: Iterable[str]
+) -> tuple[str, ...]:
     """Return those of the `offered` arguments that a function takes. Raises ConfigError if it requires
     others.
     """
     offered = set(offered)
     if lacking := sorted(set(signature.required) - offered):
-        raise ConfigError(f"{key}={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
+        raise ConfigError(
+            f"{key}={name!r} asks for {lacking}, but the data has {sorted(offered)}."
+        )
     return tuple(sorted(offered if signature.takes_all else offered & set(signature.names)))

@@ -53,7 +53,11 @@ def positions(text: Mapping[str, Any]) -> int | None:
         return None
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return max(
-        count, int((scaling.get("factor") or 1) * scaling.get("original_max_position_embeddings", count))
+        count,
+        int(
+            (scaling.get("factor") or 1)
+            * scaling.get("original_max_position_embeddings", count)
+        ),
     )
 
 
@@ -65,13 +69,22 @@ def read_model_files(path: str, key: str) -> ModelFiles:
     """
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
-    content = {name: value for name, value in content.items() if name != "text_config" or value is not None}
+    content = {
+        name: value
+        for name, value in content.items()
+        if name != "text_config" or value is not None
+    }
     part = content.get("text_config", content)
     named = (
         part.get("eos_token_id") if isinstance(part, dict) else None,
         _named(folder, key, "generation_config.json", "eos_token_id"),
     )
-    ends = tuple(end for ids in named if ids is not None for end in (ids if isinstance(ids, list) else [ids]))
+    ends = tuple(
+        end
+        for ids in named
+        if ids is not None
+        for end in (ids if isinstance(ids, list) else [ids])
+    )
     return ModelFiles(
         folder=folder,
         description=content,
@@ -79,7 +92,8 @@ def read_model_files(path: str, key: str) -> ModelFiles:
         tokenizer=_first(folder, TOKENIZERS) is not None,
         chat_template=_has_chat_template(folder, key),
         ends=ends,
-        end_of_sequence=bool(ends) or any(_named(folder, key, file, "eos_token") for file in TOKENS),
+        end_of_sequence=bool(ends)
+        or any(_named(folder, key, file, "eos_token") for file in TOKENS),
     )
 
 
@@ -142,13 +156,17 @@ def _about_pickles(folder: Path) -> str:
 
 def _folder(path: str, key: str) -> Path:
     if Path(path).is_dir():
-        if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
+        if (Path(path) / "adapter_config.json").is_file() and not (
+            Path(path) / "config.json"
+        ).is_file():
             raise ConfigError(
                 f"{key}={path}: the folder holds LoRA adapters, not a model. Save the model of "
                 "peft_model.merge_and_unload() and name its folder."
             )
         if not (Path(path) / "config.json").is_file():
-            raise ConfigError(f"{key}: folder {path} holds no model, it has no config.json.")
+            raise ConfigError(
+                f"{key}: folder {path} holds no model, it has no config.json."
+            )
         return Path(path)
     folder = _cached(path) or _shipped(path)
     if folder is None:
@@ -157,7 +175,11 @@ def _folder(path: str, key: str) -> Path:
 
 
 def _missing(path: str, key: str) -> ConfigError:
-    advice = f". A model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
+    advice = (
+        f". A model of the hub is fetched by `hf download {path}`"
+        if _looks_like_name(path)
+        else ""
+    )
     return ConfigError(
         f"{key}: there is no folder {path} and no such model in the local hub "
         f"cache{advice}{about_copy(path)}."
@@ -190,7 +212,9 @@ def _named(folder: Path, key: str, file: str, name: str) -> Any:
 
 
 def _has_chat_template(folder: Path, key: str) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+    if (folder / "chat_template.jinja").is_file() or (
+        folder / "chat_template.json"
+    ).is_file():
         return True
     settings = folder / "tokenizer_config.json"
     return settings.is_file() and bool(read_json(settings, key).get("chat_template"))

@@ -29,7 +29,9 @@ from workers.config.roles import (
 )
 
 OFFLINE_POLICY = replace(POLICY, worker="workers.roles.policy:OfflinePolicyWorker")
-REWARD_POLICY = replace(POLICY, worker="workers.roles.reward_model:RewardModelTrainer", head="value")
+REWARD_POLICY = replace(
+    POLICY, worker="workers.roles.reward_model:RewardModelTrainer", head="value"
+)
 
 
 @dataclass
@@ -51,8 +53,12 @@ class OfflineDataConfig:
         "such as `data/part-*.jsonl`, or a data set of the hub, `owner/name[:subset][@split]`. The hub's "
         "split defaults to `train`.",
     )
-    validation: str = setting("", "Held-out records, in the forms of data.train. Empty disables validation.")
-    prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    validation: str = setting(
+        "", "Held-out records, in the forms of data.train. Empty disables validation."
+    )
+    prompt_key: str = setting(
+        "prompt", "Column with the prompt: a string, or a list of chat messages."
+    )
     image_key: str = setting("images", IMAGE_KEY)
     image_pixels: ImagePixelsConfig = field(default_factory=ImagePixelsConfig)
     chat_template_arguments: dict[str, Any] = setting(
@@ -118,16 +124,21 @@ class RewardDataConfig(PairDataConfig, OfflineDataConfig):
     )
     response_key: str = setting("response", "Column with a scored response.")
     score_key: str = setting("score", "Column with its score.")
-    steps_key: str = setting("completions", "Column with the steps of a response, a list of strings.")
+    steps_key: str = setting(
+        "completions", "Column with the steps of a response, a list of strings."
+    )
     labels_key: str = setting(
-        "labels", "Column with a label for each step: true or false, or the chance of right."
+        "labels",
+        "Column with a label for each step: true or false, or the chance of right.",
     )
     step_separator: str = setting("\n", "Text between two steps.")
 
 
 @dataclass
 class SequenceBatchConfig:
-    sequences_per_step: int = setting(32, "Sequences per optimiser step.", minimum=1, maximum=10**6)
+    sequences_per_step: int = setting(
+        32, "Sequences per optimiser step.", minimum=1, maximum=10**6
+    )
 
 
 @dataclass
@@ -145,10 +156,14 @@ class RecordBatchConfig:
 @dataclass
 class OfflineValidationConfig:
     every: int = setting(
-        0, "Validate every this many steps. 0 validates only before and after training.", minimum=0
+        0,
+        "Validate every this many steps. 0 validates only before and after training.",
+        minimum=0,
     )
     at_start: bool = setting(True, "Validate before the first step.")
-    records: int = setting(0, "Use only the first this many held-out records. 0 uses all.", minimum=0)
+    records: int = setting(
+        0, "Use only the first this many held-out records. 0 uses all.", minimum=0
+    )
 
 
 @dataclass
@@ -164,7 +179,9 @@ class PreferenceLossConfig:
         choices=("dpo", "ipo", "simpo"),
     )
     beta: float = setting(
-        0.1, "Scale of log-probs in the loss. The papers use 0.1 for dpo, 2 for simpo.", above=0
+        0.1,
+        "Scale of log-probs in the loss. The papers use 0.1 for dpo, 2 for simpo.",
+        above=0,
     )
     log_probs: str = setting(
         "auto",
@@ -173,14 +190,21 @@ class PreferenceLossConfig:
         choices=("auto", "sum", "mean"),
     )
     label_smoothing: float = setting(
-        0.0, "Assumed share of pairs whose labels are swapped (dpo, simpo).", minimum=0, below=0.5
+        0.0,
+        "Assumed share of pairs whose labels are swapped (dpo, simpo).",
+        minimum=0,
+        below=0.5,
     )
-    margin: float = setting(0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0)
+    margin: float = setting(
+        0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0
+    )
 
     @property
     def averages(self) -> bool:
         """Whether a response's log-prob is the mean over its tokens."""
-        return self.log_probs == "mean" or (self.log_probs == "auto" and self.name == "simpo")
+        return self.log_probs == "mean" or (
+            self.log_probs == "auto" and self.name == "simpo"
+        )
 
 
 @dataclass
@@ -242,7 +266,11 @@ class OfflineConfig(TrainingConfig):
     @property
     def length_setting(self) -> str:
         """Setting that determines the run's length, as `key=value`."""
-        return f"run.steps={self.run.steps}" if self.run.steps else f"run.epochs={self.run.epochs}"
+        return (
+            f"run.steps={self.run.steps}"
+            if self.run.steps
+            else f"run.epochs={self.run.epochs}"
+        )
 
     def optimizer_steps_over(self, records: int) -> int:
         """Count the optimiser steps of the learning rate's schedule."""
@@ -281,7 +309,9 @@ class SftConfig(OfflineConfig):
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches. `policy.log_probs` is validation's."""
         limits = super().limits
-        return limits if self.data.validation else {"policy.update": limits["policy.update"]}
+        return (
+            limits if self.data.validation else {"policy.update": limits["policy.update"]}
+        )
 
 
 @dataclass
@@ -324,7 +354,8 @@ class RewardTrainingConfig(OfflineConfig):
     """All settings of reward model training. `policy` has those of the reward model."""
 
     conditions = CONDITIONS | dict.fromkeys(
-        FORWARD_PASSES, ("loss.name=bradley_terry or data.validation", lambda c: c.has_forward_pass)
+        FORWARD_PASSES,
+        ("loss.name=bradley_terry or data.validation", lambda c: c.has_forward_pass),
     )
     role_table = (REWARD_POLICY,)
 
@@ -364,4 +395,6 @@ class RewardTrainingConfig(OfflineConfig):
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches. `policy.log_probs` is the pass that scores."""
         limits = super().limits
-        return limits if self.has_forward_pass else {"policy.update": limits["policy.update"]}
+        return (
+            limits if self.has_forward_pass else {"policy.update": limits["policy.update"]}
+        )

@@ -22,7 +22,9 @@ from workers.errors import ConfigError, describe_error
 from workers.user_code.functions import UserFunction, pickle_function, signature_of
 
 RewardFunctionLike = Callable[..., Any] | str
-Reward = RewardFunctionLike | Sequence[RewardFunctionLike] | Mapping[RewardFunctionLike, float]
+Reward = (
+    RewardFunctionLike | Sequence[RewardFunctionLike] | Mapping[RewardFunctionLike, float]
+)
 """A function, or its name as in the settings. Several are summed, each with its weight or with 1."""
 
 GivenFunctions = Mapping[str, UserFunction]  # by their names in the settings
@@ -38,8 +40,13 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
         return NONE_GIVEN
     several = isinstance(reward, (Mapping, list, tuple))
     functions: list[Any] = list(cast(Iterable[Any], reward)) if several else [reward]
-    weights = list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
-    numbers = all(isinstance(weight, (int, float)) and abs(weight) <= LARGEST_FLOAT for weight in weights)
+    weights = (
+        list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
+    )
+    numbers = all(
+        isinstance(weight, (int, float)) and abs(weight) <= LARGEST_FLOAT
+        for weight in weights
+    )
     if not numbers or not all(callable(f) or isinstance(f, str) for f in functions):
         raise ConfigError(
             f"reward={show_value(reward)}: expected a function, a list, or a mapping of functions to weights."
@@ -47,10 +54,14 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     by_name: dict[str, RewardFunctionLike] = {}
     for function in functions:
         if name_of(function) in by_name:
-            raise ConfigError(f"reward: two functions are named {name_of(function)}. Rename one of them.")
+            raise ConfigError(
+                f"reward: two functions are named {name_of(function)}. Rename one of them."
+            )
         by_name[name_of(function)] = function
     settings.function = "" if several else name_of(functions[0])
-    settings.functions = dict(zip(by_name, map(float, weights), strict=True)) if several else {}
+    settings.functions = (
+        dict(zip(by_name, map(float, weights), strict=True)) if several else {}
+    )
     return {
         name: pickle_reward(name, function)
         for name, function in by_name.items()
@@ -69,7 +80,11 @@ def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
         raise ConfigError(f"step={show_value(step)}: expected a function of the run.")
     settings.step = name_of(step)
     try:
-        return {} if isinstance(step, str) else {settings.step: UserFunction(b"", signature_of(step))}
+        return (
+            {}
+            if isinstance(step, str)
+            else {settings.step: UserFunction(b"", signature_of(step))}
+        )
     except (TypeError, ValueError):
         raise ConfigError(
             f"step={settings.step}: has no signature that can be read. Give a Python function."
@@ -92,10 +107,14 @@ def pickle_reward(name: str, function: Callable[..., Any]) -> UserFunction:
     try:
         signature = signature_of(function)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} has no signature that can be read. Give a Python function.") from None
+        raise ConfigError(
+            f"{name} has no signature that can be read. Give a Python function."
+        ) from None
     module = sys.modules.get(getattr(_inner(function), "__module__", None) or "")
     try:
-        return UserFunction(pickle_function(function, module), signature, _version(function))
+        return UserFunction(
+            pickle_function(function, module), signature, _version(function)
+        )
     except Exception as error:  # objects that it holds may raise anything
         raise ConfigError(
             f"{name} cannot be sent to other processes ({describe_error(error)}). "
@@ -120,13 +139,24 @@ def _version(function: Any) -> str:
         function = type(function).__call__
     function = getattr(function, "__func__", function)
     held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    held += [*(getattr(function, "__defaults__", None) or ()), getattr(function, "__code__", None)]
+    held += [
+        *(getattr(function, "__defaults__", None) or ()),
+        getattr(function, "__code__", None),
+    ]
     return hashlib.sha256(repr([_told(value) for value in held]).encode()).hexdigest()
 
 
 def _told(value: Any) -> Any:
     if isinstance(value, CodeType):  # without the place where it was written
-        return value.co_code, value.co_names, [_told(constant) for constant in value.co_consts]
+        return (
+            value.co_code,
+            value.co_names,
+            [_told(constant) for constant in value.co_consts],
+        )
     if isinstance(value, (list, tuple)):
         return [_told(part) for part in value]
-    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value).__name__
+    return (
+        value
+        if isinstance(value, (bool, int, float, str, bytes, type(None)))
+        else type(value).__name__
+    )

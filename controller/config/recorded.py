@@ -15,7 +15,12 @@ from controller.config.yaml_text import yaml_events
 from workers.errors import ConfigError
 
 OURS = "workers.reward_functions:"
-SCHEMAS: tuple[type[TrainingConfig], ...] = (Config, SftConfig, PreferencesConfig, RewardTrainingConfig)
+SCHEMAS: tuple[type[TrainingConfig], ...] = (
+    Config,
+    SftConfig,
+    PreferencesConfig,
+    RewardTrainingConfig,
+)
 
 
 def load_recorded(path: Path) -> TrainingConfig:
@@ -24,7 +29,9 @@ def load_recorded(path: Path) -> TrainingConfig:
     Raises ConfigError as `load` does.
     """
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a pipe would be waited for
+        text = (
+            path.read_text(encoding="utf-8") if path.is_file() else ""
+        )  # a pipe would be waited for
         deque(yaml_events(text), maxlen=0)  # refuses what is nested too deeply for PyYAML
         read = yaml.safe_load(text)
         sections = set(read)
@@ -41,14 +48,18 @@ def load_recorded(path: Path) -> TrainingConfig:
     return load_as(min(unknown, key=unknown.__getitem__, default=Config), path)
 
 
-def check_trusted(run: Path, functions: Iterable[str], overrides: Sequence[str], fix: str) -> None:
+def check_trusted(
+    run: Path, functions: Iterable[str], overrides: Sequence[str], fix: str
+) -> None:
     """Raise ConfigError if a run's config.yaml names functions that are neither ours nor in `overrides`.
 
     fix: instruction for the message.
     """
     override_values = [override.partition("=")[2] for override in overrides]
     if untrusted_names := [
-        name for name in functions if name and not name.startswith(OURS) and name not in override_values
+        name
+        for name in functions
+        if name and not name.startswith(OURS) and name not in override_values
     ]:
         raise ConfigError(
             f"{run / 'config.yaml'} names code that would run here: {', '.join(untrusted_names)}. Read it, "

@@ -61,7 +61,9 @@ class SamplerConfig(Config):
         """Keep only the command's settings, with `output` as the run's folder."""
         raise NotImplementedError
 
-    def _narrowed(self, output: Path, data: DataConfig, sampling: SamplingConfig, samples: int) -> Self:
+    def _narrowed(
+        self, output: Path, data: DataConfig, sampling: SamplingConfig, samples: int
+    ) -> Self:
         return replace(
             self,
             run=replace(
@@ -74,7 +76,9 @@ class SamplerConfig(Config):
             ),
             data=replace(data, curriculum="", sampler="", shuffle=False),
             reward=replace(self.reward, shaping=""),
-            rollout=replace(self.rollout, sampling=sampling, samples_per_prompt=samples, max_staleness=0),
+            rollout=replace(
+                self.rollout, sampling=sampling, samples_per_prompt=samples, max_staleness=0
+            ),
             validation=replace(self.validation, keep_best=""),
             algorithm=AlgorithmConfig(),
             batch=BatchConfig(),
@@ -114,7 +118,9 @@ class EvaluateConfig(SamplerConfig):
                 "data.validation is not set. Name the data to evaluate on, data.validation=FILE."
             )
         data = replace(self.data, train=self.data.validation, sources={}, validation="")
-        return self._narrowed(output, data, self.validation.sampling, self.validation.samples)
+        return self._narrowed(
+            output, data, self.validation.sampling, self.validation.samples
+        )
 
 
 @dataclass
@@ -130,10 +136,14 @@ class GenerateConfig(SamplerConfig):
     def narrowed(self, output: Path) -> Self:
         """Take data.train or data.sources in file order."""
         data = replace(self.data, validation="")
-        return self._narrowed(output, data, self.rollout.sampling, self.rollout.samples_per_prompt)
+        return self._narrowed(
+            output, data, self.rollout.sampling, self.rollout.samples_per_prompt
+        )
 
 
-def check_effect(config: SamplerConfig, overrides: Iterable[str], *, uses_ranks: bool) -> None:
+def check_effect(
+    config: SamplerConfig, overrides: Iterable[str], *, uses_ranks: bool
+) -> None:
     """Raise ConfigError for an override that the command does not read. Settings in a file are left alone.
 
     uses_ranks: whether training ranks compute a reward model or a checkpoint.

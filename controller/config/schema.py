@@ -89,7 +89,9 @@ class Config(TrainingConfig):
     def rewarded(self) -> bool:
         """Whether anything scores samples."""
         played = self.rollout.environment or self.rollout.runs_agent
-        return bool(self.reward.weights or played or self.uses_reward_model or self.uses_judge)
+        return bool(
+            self.reward.weights or played or self.uses_reward_model or self.uses_judge
+        )
 
     @property
     def sampling_key(self) -> str:
@@ -116,13 +118,20 @@ class Config(TrainingConfig):
             return self.rollout.replicas or 1
         trained_on = self.training_workers if self.training_roles else 0
         judge = self.reward.judge
-        other_gpus = trained_on + (judge.replicas * judge.tensor_parallel if judge.has_engines else 0)
-        gpus = trained_on if self.rollout_placement == "colocated" else self.gpus - other_gpus
+        other_gpus = trained_on + (
+            judge.replicas * judge.tensor_parallel if judge.has_engines else 0
+        )
+        gpus = (
+            trained_on if self.rollout_placement == "colocated" else self.gpus - other_gpus
+        )
         return max(1, gpus // self.rollout.tensor_parallel)
 
     @property
     def colocated_engines(self) -> tuple[int, int]:
-        return self.engines if self.rollout_placement == "colocated" else 0, self.rollout.tensor_parallel
+        return (
+            self.engines if self.rollout_placement == "colocated" else 0,
+            self.rollout.tensor_parallel,
+        )
 
     @property
     def sequences_per_step(self) -> int:
@@ -139,7 +148,11 @@ class Config(TrainingConfig):
         """The setting by which steps train on samples of older weights, as `key=value`, or empty."""
         if self.rollout.max_staleness:
             return f"rollout.max_staleness={self.rollout.max_staleness}"
-        return f"batch.replay.share={self.batch.replay.share}" if self.batch.replay.share else ""
+        return (
+            f"batch.replay.share={self.batch.replay.share}"
+            if self.batch.replay.share
+            else ""
+        )
 
     @property
     def mini_batch_sizes(self) -> tuple[int, ...]:
@@ -186,9 +199,15 @@ class Config(TrainingConfig):
         it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
         loss = self.algorithm.loss
-        if self.older_samples and loss.name != "reinforce" and not loss.rollout_correction.is_on:
+        if (
+            self.older_samples
+            and loss.name != "reinforce"
+            and not loss.rollout_correction.is_on
+        ):
             return "sampler"
-        needed_before = self.updates_per_step > 1 or self.algorithm.kl_in_reward.coefficient > 0
+        needed_before = (
+            self.updates_per_step > 1 or self.algorithm.kl_in_reward.coefficient > 0
+        )
         return "forward_pass" if needed_before or loss.old_entropies else "update"
 
     @property
@@ -206,7 +225,9 @@ class Config(TrainingConfig):
     @property
     def loss_columns(self) -> tuple[str, ...]:
         """Columns of the records that the policy loss reads."""
-        return tuple(name.strip() for name in self.algorithm.loss.columns.split(",") if name.strip())
+        return tuple(
+            name.strip() for name in self.algorithm.loss.columns.split(",") if name.strip()
+        )
 
     @property
     def updates_per_step(self) -> int:
@@ -223,8 +244,15 @@ class Config(TrainingConfig):
     def uses_token_returns(self) -> bool:
         """Whether each token has its own advantage, from future rewards, without a critic."""
         algorithm = self.algorithm
-        differ = algorithm.gamma < 1 or algorithm.kl_in_reward.coefficient > 0 or algorithm.credit == "turn"
-        return differ and algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        differ = (
+            algorithm.gamma < 1
+            or algorithm.kl_in_reward.coefficient > 0
+            or algorithm.credit == "turn"
+        )
+        return differ and algorithm.advantage in (
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        )
 
     @property
     def needs_one_row(self) -> str:
@@ -233,17 +261,22 @@ class Config(TrainingConfig):
         loss = self.algorithm.loss
         correction = loss.rollout_correction
         needing = {
-            f"algorithm.advantage={algorithm.advantage}": self.uses_critic or self.uses_token_returns,
+            f"algorithm.advantage={algorithm.advantage}": self.uses_critic
+            or self.uses_token_returns,
             f"algorithm.loss.name={loss.name}": loss.name in ("gspo", "gmpo"),
-            "algorithm.loss.rollout_correction.weights=sequence": correction.weights == "sequence",
-            "algorithm.loss.rollout_correction.rejection=sequence": correction.rejection == "sequence",
+            "algorithm.loss.rollout_correction.weights=sequence": correction.weights
+            == "sequence",
+            "algorithm.loss.rollout_correction.rejection=sequence": correction.rejection
+            == "sequence",
         }
         return next((name for name, needs in needing.items() if needs), "")
 
     @property
     def history(self) -> str:
         """rollout.history with `auto` resolved. Users' losses and steps may need one row a sample."""
-        one_row = self.needs_one_row or self.algorithm.loss.name == "custom" or self.run.step
+        one_row = (
+            self.needs_one_row or self.algorithm.loss.name == "custom" or self.run.step
+        )
         automatic = "keep" if one_row else "template"
         return automatic if self.rollout.history == "auto" else self.rollout.history
 
@@ -264,13 +297,26 @@ class Config(TrainingConfig):
         if not judge.has_engines:
             return {}
         options = {
-            name: getattr(judge, name) for name in ("replicas", "tensor_parallel", "sampling", "engine")
+            name: getattr(judge, name)
+            for name in ("replicas", "tensor_parallel", "sampling", "engine")
         }
-        shared = ("max_concurrent", "max_retries", "hang_timeout_s", "threads", "cpu_kv_cache_gib")
+        shared = (
+            "max_concurrent",
+            "max_retries",
+            "hang_timeout_s",
+            "threads",
+            "cpu_kv_cache_gib",
+        )
         options |= {name: getattr(self.rollout, name) for name in shared}
         placement = "apart" if self.uses_gpus else "shared_memory"
-        rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **options)
-        return {"judge": replace(self, model=self.judge_model, rollout=rollout, reward=RewardConfig())}
+        rollout = RolloutConfig(
+            placement=placement, max_model_tokens=judge.max_tokens, **options
+        )
+        return {
+            "judge": replace(
+                self, model=self.judge_model, rollout=rollout, reward=RewardConfig()
+            )
+        }
 
     @property
     def reward_actors(self) -> int:
@@ -299,7 +345,9 @@ def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) ->
     config = read(schema, files, overrides)
     if not config.run.name:
         name = _default_name(files[-1] if files else None)
-        config.run.name = name if config.run.resume == "auto" else free_name(config.run.dir, name)
+        config.run.name = (
+            name if config.run.resume == "auto" else free_name(config.run.dir, name)
+        )
         config.default_name = "" if config.run.resume == "auto" else name
     return config
 
@@ -315,7 +363,9 @@ def changed_yaml(config: TrainingConfig) -> str:
     changed = OmegaConf.create()
     for setting in settings(type(config)()):
         value = value_of(config, setting.key)
-        default = value_of(config, setting.default[2:-1]) if setting.follows else setting.default
+        default = (
+            value_of(config, setting.default[2:-1]) if setting.follows else setting.default
+        )
         if value != default:
             OmegaConf.update(changed, setting.key, value, force_add=True)
     return OmegaConf.to_yaml(changed)

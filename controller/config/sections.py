@@ -24,16 +24,22 @@ class BaseRunConfig:
         "and run.resume is not auto.",
     )
     dir: str = setting("runs", "Folder that contains all runs.")
-    steps: int = setting(100, "Training steps. Each generates samples and trains on them.", minimum=1)
+    steps: int = setting(
+        100, "Training steps. Each generates samples and trains on them.", minimum=1
+    )
     seed: int = setting(
         0,
         "Seed of data order, mini-batches and sampling. A run with the same seed repeats.",
         minimum=0,
         maximum=2**53,
     )
-    save_every: int = setting(0, "Save the model every this many steps. 0 saves only at the end.", minimum=0)
+    save_every: int = setting(
+        0, "Save the model every this many steps. 0 saves only at the end.", minimum=0
+    )
     checkpoint_every: int = setting(
-        0, "Write a checkpoint every this many steps, to resume from exactly. 0 writes none.", minimum=0
+        0,
+        "Write a checkpoint every this many steps, to resume from exactly. 0 writes none.",
+        minimum=0,
     )
     keep_checkpoints: int = setting(
         2, "Number of latest checkpoints to keep. Older ones are deleted.", minimum=1
@@ -102,7 +108,9 @@ class ImagePixelsConfig:
 
     min: int = setting(0, "Fewest pixels, width times height.", minimum=0)
     max: int = setting(
-        2**20, "Most pixels. Larger images take longer, and more tokens in most models.", minimum=1
+        2**20,
+        "Most pixels. Larger images take longer, and more tokens in most models.",
+        minimum=1,
     )
 
     @property
@@ -118,7 +126,10 @@ IMAGE_KEY = (
 
 @dataclass
 class DataConfig:
-    only_with = ((".curriculum left empty", "shuffle"), (".sampler left empty", "shuffle, curriculum"))
+    only_with = (
+        (".curriculum left empty", "shuffle"),
+        (".sampler left empty", "shuffle, curriculum"),
+    )
 
     train: str = setting(
         "",
@@ -133,8 +144,12 @@ class DataConfig:
         {},
         "Several sources instead of data.train, each with its weight. Prompts are drawn in this proportion.",
     )
-    validation: str = setting("", "Held-out prompts, in the forms of data.train. Empty disables validation.")
-    prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    validation: str = setting(
+        "", "Held-out prompts, in the forms of data.train. Empty disables validation."
+    )
+    prompt_key: str = setting(
+        "prompt", "Column with the prompt: a string, or a list of chat messages."
+    )
     image_key: str = setting("images", IMAGE_KEY)
     image_pixels: ImagePixelsConfig = field(default_factory=ImagePixelsConfig)
     source_key: str = setting(
@@ -191,7 +206,9 @@ class BatchReplayConfig:
         minimum=0,
         maximum=1,
     )
-    keep: int = setting(8, "Largest age of a replayed sample, in versions of the weights.", minimum=1)
+    keep: int = setting(
+        8, "Largest age of a replayed sample, in versions of the weights.", minimum=1
+    )
     by: str = setting(
         "",
         "Function that chooses the samples to keep, `module:function` or `path/file.py:function`: those "
@@ -205,7 +222,10 @@ class BatchConfig:
     only_with = ((".mini_batches above 1", "split_by"),)
 
     prompts_per_step: int = setting(
-        32, "Prompts per step. Each is sampled rollout.samples_per_prompt times.", minimum=1, maximum=10**6
+        32,
+        "Prompts per step. Each is sampled rollout.samples_per_prompt times.",
+        minimum=1,
+        maximum=10**6,
     )
     mini_batches: int = setting(
         1,
@@ -236,20 +256,26 @@ class RewardConfig:
         (".judge.model", "judge"),
     )
 
-    function: str = setting("", "Reward function: `module:function` or `path/file.py:function`.")
+    function: str = setting(
+        "", "Reward function: `module:function` or `path/file.py:function`."
+    )
     functions: dict[str, float] = setting(
         {},
         "Several reward functions instead of reward.function, each with its weight. The reward is their "
         "weighted sum.",
     )
-    workers: int = setting(1, "Processes that score samples during generation.", minimum=1, maximum=10_000)
+    workers: int = setting(
+        1, "Processes that score samples during generation.", minimum=1, maximum=10_000
+    )
     timeout_s: float = setting(
         30.0,
         "Time limit in seconds for one call of a reward function, a tool or rollout.environment.",
         above=0,
     )
     concurrency: int = setting(
-        16, "Samples that one worker scores at the same time if a reward function is a coroutine.", minimum=1
+        16,
+        "Samples that one worker scores at the same time if a reward function is a coroutine.",
+        minimum=1,
     )
     on_failure: str = setting(
         "zero",
@@ -272,7 +298,9 @@ class RewardConfig:
         "by up to reward.overlong_penalty. 0 disables it.",
         minimum=0,
     )
-    overlong_penalty: float = setting(1.0, "Reward that a response of maximum length loses.", minimum=0)
+    overlong_penalty: float = setting(
+        1.0, "Reward that a response of maximum length loses.", minimum=0
+    )
     shaping: str = setting(
         "",
         "Function that replaces the rewards of training samples, `module:function` or "
@@ -322,12 +350,20 @@ class BalanceConfig:
     )
 
 
-VALIDATED_ALIKE = ("max_new_tokens", "stop", "stop_token_ids", "max_thinking_tokens", "end_of_thinking")
+VALIDATED_ALIKE = (
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "max_thinking_tokens",
+    "end_of_thinking",
+)
 """Settings of rollout.sampling that those of validation.sampling follow: responses end in the same way."""
 
 
 def _validation_sampling() -> SamplingConfig:
-    return SamplingConfig(**{name: cast(Any, f"${{rollout.sampling.{name}}}") for name in VALIDATED_ALIKE})
+    return SamplingConfig(
+        **{name: cast(Any, f"${{rollout.sampling.{name}}}") for name in VALIDATED_ALIKE}
+    )
 
 
 @dataclass
@@ -335,17 +371,25 @@ class ValidationConfig:
     only_with = ((".samples above 1", "success"),)
 
     every: int = setting(
-        0, "Validate every this many steps. 0 validates only before and after training.", minimum=0
+        0,
+        "Validate every this many steps. 0 validates only before and after training.",
+        minimum=0,
     )
     at_start: bool = setting(True, "Validate before the first step.")
-    samples: int = setting(1, "Responses sampled per held-out prompt.", minimum=1, maximum=100_000)
-    prompts: int = setting(0, "Use only the first this many held-out prompts. 0 uses all.", minimum=0)
+    samples: int = setting(
+        1, "Responses sampled per held-out prompt.", minimum=1, maximum=100_000
+    )
+    prompts: int = setting(
+        0, "Use only the first this many held-out prompts. 0 uses all.", minimum=0
+    )
     success: str = setting(
         "reward",
         "Score that decides whether a response is correct, for pass@k and maj@n: `reward`, or the name of "
         "a reward part.",
     )
-    success_threshold: float = setting(1.0, "A response is correct if validation.success is at least this.")
+    success_threshold: float = setting(
+        1.0, "A response is correct if validation.success is at least this."
+    )
     keep_best: str = setting(
         "",
         "Validation metric, such as `reward` or `pass@8`. The model with the highest value is saved as "
@@ -370,10 +414,16 @@ class ResourcesConfig:
         "else a local Ray is started.",
     )
     cpus_per_worker: float = setting(
-        0.25, "CPUs that each actor reserves in Ray. Fractions are fine, because roles take turns.", above=0
+        0.25,
+        "CPUs that each actor reserves in Ray. Fractions are fine, because roles take turns.",
+        above=0,
     )
-    placement_timeout_s: float = setting(120.0, "Seconds to wait for room in the cluster.", above=0)
-    start_timeout_s: float = setting(600.0, "Seconds to wait for actors to load their models.", above=0)
+    placement_timeout_s: float = setting(
+        120.0, "Seconds to wait for room in the cluster.", above=0
+    )
+    start_timeout_s: float = setting(
+        600.0, "Seconds to wait for actors to load their models.", above=0
+    )
     collective_timeout_s: float = setting(
         1800.0,
         "Seconds that ranks wait for each other, for example while one reads or writes files. It also limits "
@@ -398,16 +448,24 @@ class TrackingConfig:
         "shown.",
     )
     tensorboard: bool = setting(True, "Write TensorBoard events next to metrics.jsonl.")
-    timeline: bool = setting(True, "Write timeline.jsonl, for `python -m ballast timeline runs/NAME`.")
+    timeline: bool = setting(
+        True, "Write timeline.jsonl, for `python -m ballast timeline runs/NAME`."
+    )
     wandb: bool = setting(
         False,
         "Log to Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_API_KEY, ...).",
     )
-    mlflow: bool = setting(False, "Log to the MLflow server or folder that MLFLOW_TRACKING_URI names.")
-    swanlab: bool = setting(
-        False, "Log to SwanLab, configured by its environment variables (SWANLAB_MODE, SWANLAB_API_KEY, ...)."
+    mlflow: bool = setting(
+        False, "Log to the MLflow server or folder that MLFLOW_TRACKING_URI names."
     )
-    trackio: bool = setting(False, "Log to Trackio on this machine, in the folder TRACKIO_DIR.")
+    swanlab: bool = setting(
+        False,
+        "Log to SwanLab, configured by its environment variables (SWANLAB_MODE, SWANLAB_API_KEY, ...).",
+    )
+    trackio: bool = setting(
+        False, "Log to Trackio on this machine, in the folder TRACKIO_DIR."
+    )
     project: str = setting(
-        "ballast", "Project name in Weights & Biases, SwanLab and Trackio, experiment name in MLflow."
+        "ballast",
+        "Project name in Weights & Biases, SwanLab and Trackio, experiment name in MLflow.",
     )

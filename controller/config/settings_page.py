@@ -78,13 +78,17 @@ def settings_markdown(argument: str = "") -> str:
     return "\n".join([head, *parts])
 
 
-def _section(name: str, section: Any, section_settings: list[Setting], conditions: Conditions) -> str:
+def _section(
+    name: str, section: Any, section_settings: list[Setting], conditions: Conditions
+) -> str:
     level = "##" if "." not in name else "###"
     shared = list(section_settings[0].only_with)
     for setting in section_settings:
         shared = [condition for condition in shared if condition in setting.only_with]
     doc = type(section).__doc__ or ""
-    if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):  # Python's signature
+    if not is_dataclass(section) or doc.startswith(
+        f"{type(section).__name__}("
+    ):  # Python's signature
         doc = ""
     introduction = f"{' '.join(doc.split())} {effect_words(conditions, shared)}".strip()
     effects = []
@@ -92,7 +96,9 @@ def _section(name: str, section: Any, section_settings: list[Setting], condition
         further = [condition for condition in setting.only_with if condition not in shared]
         effects.append(effect_words(conditions, further))
     rows = "\n".join(map(_row, section_settings, effects))
-    return "\n\n".join(filter(None, [f"{level} {name}", introduction, TABLE.format(rows=rows)]))
+    return "\n\n".join(
+        filter(None, [f"{level} {name}", introduction, TABLE.format(rows=rows)])
+    )
 
 
 def _row(setting: Setting, effect: str) -> str:
@@ -104,7 +110,9 @@ def _row(setting: Setting, effect: str) -> str:
         list[int]: "list of whole numbers",
     }
     kind = several.get(setting.type, setting.type.__name__)
-    description = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace("|", "\\|")
+    description = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace(
+        "|", "\\|"
+    )
     return f"| `{setting.key}` | {kind} | {_default(setting)} | {description} |"
 
 

@@ -18,7 +18,9 @@ def suggestion(key: str, keys: list[str]) -> str:
         section = section.rpartition(".")[0]
     start = f"{section}." if section else ""
     below = dict.fromkeys(
-        other_key.removeprefix(start).partition(".")[0] for other_key in keys if other_key.startswith(start)
+        other_key.removeprefix(start).partition(".")[0]
+        for other_key in keys
+        if other_key.startswith(start)
     )
     return f"{section or 'the configuration'} has {', '.join(below)}."
 
@@ -38,4 +40,7 @@ def _nearness(key: str, other_key: str) -> tuple[float, int]:
 
 
 def _has_similar(names: Iterable[str], name: str) -> bool:
-    return any(difflib.SequenceMatcher(None, name, other_name).ratio() > 0.8 for other_name in names)
+    return any(
+        difflib.SequenceMatcher(None, name, other_name).ratio() > 0.8
+        for other_name in names
+    )

@@ -15,7 +15,12 @@ from controller.config.conditions import CONDITIONS, holds
 from controller.config.file import value_of
 from controller.config.model_files import read_model_files
 from controller.config.role_table import POLICY, ROLES, RoleSpec
-from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
+from controller.config.sections import (
+    BalanceConfig,
+    BaseRunConfig,
+    ResourcesConfig,
+    TrackingConfig,
+)
 from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 
 AMD_DEVICE = Path("/dev/kfd")
@@ -103,11 +108,17 @@ class TrainingConfig:
         tokens = self._first_cap(keys, "tokens")
         sequences = self._first_cap(keys, "sequences")
         forward = not name.endswith(".update")
-        least = self.policy.forward_min_micro_batches if forward else self.policy.min_micro_batches
+        least = (
+            self.policy.forward_min_micro_batches
+            if forward
+            else self.policy.min_micro_batches
+        )
         patches = 0 if forward else self.policy.max_patches_per_micro_batch
         layout, multiple = self.model.rows(forward=forward)
         cap = f"{keys[0]}_tokens_per_micro_batch"
-        return Limits(cap, tokens, sequences, patches, least, layout, self._multiple(multiple))
+        return Limits(
+            cap, tokens, sequences, patches, least, layout, self._multiple(multiple)
+        )
 
     def _first_cap(self, keys: tuple[str, ...], unit: str) -> int:
         caps: list[int] = [value_of(self, f"{key}_{unit}_per_micro_batch") for key in keys]
@@ -121,7 +132,9 @@ class TrainingConfig:
     def uses(self, role: str) -> bool:
         """Whether the run computes with a role, on ranks of its own or by the policy."""
         spec = self.spec(role)
-        return spec in self.role_table and (not spec.used_with or holds(self, spec.used_with))
+        return spec in self.role_table and (
+            not spec.used_with or holds(self, spec.used_with)
+        )
 
     def starts(self, role: str) -> bool:
         """Whether a role has its own ranks, and is not the policy without adapters or with other context."""
@@ -183,14 +196,20 @@ class TrainingConfig:
     def training_workers(self) -> int:
         """Worker actors of a training role: data-parallel ranks times the ranks that share a model."""
         parallel = self.policy.parallel
-        of_a_stage = self.policy.data_parallel * parallel.context_parallel * parallel.tensor_parallel
+        of_a_stage = (
+            self.policy.data_parallel * parallel.context_parallel * parallel.tensor_parallel
+        )
         return parallel.pipeline_parallel * of_a_stage
 
     @property
     def planned_ranks(self) -> int:
         """Ranks that a plan tells apart: data-parallel ones, or all that may compute different sequences."""
         parallel = self.policy.parallel
-        return self.policy.data_parallel * parallel.context_degrees[-1] // parallel.context_degrees[0]
+        return (
+            self.policy.data_parallel
+            * parallel.context_degrees[-1]
+            // parallel.context_degrees[0]
+        )
 
     @property
     def expert_ranks(self) -> int:
@@ -221,12 +240,16 @@ class TrainingConfig:
         from balancing.basics.alignment import length_multiple
 
         parallel = self.policy.parallel
-        return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))
+        return math.lcm(
+            of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel)
+        )
 
     @property
     def shares_model(self) -> bool:
         """Whether ranks share sequences or layers."""
-        return self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
+        return (
+            self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
+        )
 
     @property
     def refits_cost_model(self) -> bool:
@@ -242,7 +265,9 @@ class TrainingConfig:
     @property
     def vocabulary(self) -> int:
         """Tokens of the policy's embedding by its config.json, 0 if it does not say."""
-        return int(read_model_files(self.model.path, "model.path").text.get("vocab_size") or 0)
+        return int(
+            read_model_files(self.model.path, "model.path").text.get("vocab_size") or 0
+        )
 
     def decide_prefixes(self, model: ModelConfig) -> ModelConfig:
         """Resolve model.share_prefixes of a training role's model to `always` or `never`.
@@ -280,7 +305,11 @@ class TrainingConfig:
         """Return a role's models by name: one without a name, or several. The policy stands in for a role
         without ranks of its own.
         """
-        return self.spec(role).models(self) if role != "policy" and self.starts(role) else {"": self.model}
+        return (
+            self.spec(role).models(self)
+            if role != "policy" and self.starts(role)
+            else {"": self.model}
+        )
 
     def model_of(self, role: str) -> ModelConfig:
         """Return a role's model, or the first of several."""
@@ -314,12 +343,16 @@ class TrainingConfig:
 
 def visible_gpus() -> int:
     """Count this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
-    count = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    count = sum(
+        1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
+    )
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
         count
         if chosen is None
-        else min(count, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
+        else min(
+            count, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1"))
+        )
     )
 
 

@@ -17,12 +17,19 @@ def with_user_paths(value: Any, key: str) -> Any:
     exist.
     """
     if isinstance(value, dict):
-        return {with_user_paths(name, key): with_user_paths(item, key) for name, item in value.items()}
+        return {
+            with_user_paths(name, key): with_user_paths(item, key)
+            for name, item in value.items()
+        }
     start = _START.match(value) if isinstance(value, str) else None
     if start is None:
         return value
     expanded = os.path.expanduser(os.path.expandvars(start[0]))
     if expanded == start[0]:
-        kind = "there is no such user" if start[0].startswith("~") else "the environment has no such variable"
+        kind = (
+            "there is no such user"
+            if start[0].startswith("~")
+            else "the environment has no such variable"
+        )
         raise ConfigError(f"{key}={value}: {kind} as {start[0]}. Write the path itself.")
     return expanded + value[start.end() :]

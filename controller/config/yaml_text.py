@@ -18,7 +18,9 @@ def read_yaml(path: Path) -> DictConfig:
     if not path.is_file():
         exists = path.exists()
         problem = (
-            f"{path} is a folder, a pipe or a device. Name a file" if exists else f"there is no file {path}"
+            f"{path} is a folder, a pipe or a device. Name a file"
+            if exists
+            else f"there is no file {path}"
         )
         raise ConfigError(f"--config: {problem}.")
     try:
@@ -30,7 +32,9 @@ def read_yaml(path: Path) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {yaml_problem(error)}. Correct the value.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a YAML text file: {yaml_problem(error)}.") from None
+        raise ConfigError(
+            f"{path} is not a YAML text file: {yaml_problem(error)}."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except RecursionError:
@@ -49,7 +53,9 @@ def yaml_events(text: str) -> Iterator[yaml.Event]:
     """
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > DEEPEST_YAML:
             raise RecursionError(f"it is nested more than {DEEPEST_YAML} deep")
         yield event
@@ -58,7 +64,9 @@ def yaml_events(text: str) -> Iterator[yaml.Event]:
 DEEPEST_YAML = 50
 
 
-_SURPRISES = re.compile(r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_SURPRISES = re.compile(
+    r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)"
+)
 """Numbers in base 8, 2, 16 and 60, as YAML 1.1 reads 010, 0b10, 0x10 and 1:30."""
 
 
@@ -87,7 +95,11 @@ def check_scalars(text: str, file: str = "", key: str = "") -> None:
 
 def yaml_problem(error: Exception) -> str:
     """Say what is wrong with a YAML text, without its place and without advice on the library's limits."""
-    text = error.problem if isinstance(error, yaml.MarkedYAMLError) and error.problem else clause(error)
+    text = (
+        error.problem
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem
+        else clause(error)
+    )
     if "expan" in text and "http" in text:
         return "its aliases (*NAME) repeat too much"
     return re.split(r" *(?:full_key:|in \"<)|\n", text)[0].rstrip(".")

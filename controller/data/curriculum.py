@@ -20,20 +20,36 @@ SAMPLER_TAKES = ("records", "count", "state", "results", "rng")
 SAMPLER = 1  # separates this random stream from others with the same seed
 
 
-def isolated_order(function: UserFunction, timeout_s: float, records: list[Record], epoch: int) -> np.ndarray:
+def isolated_order(
+    function: UserFunction, timeout_s: float, records: list[Record], epoch: int
+) -> np.ndarray:
     """Return record numbers by data.curriculum: int64 [prompts of the epoch].
 
     Raises ConfigError if it fails, DataError for other values.
     """
-    with closing(IsolatedFunction(f"data.curriculum for epoch {epoch}", function, timeout_s)) as order:
-        return check_numbers(order(records, epoch), len(records), f"data.curriculum for epoch {epoch}")
+    with closing(
+        IsolatedFunction(f"data.curriculum for epoch {epoch}", function, timeout_s)
+    ) as order:
+        return check_numbers(
+            order(records, epoch), len(records), f"data.curriculum for epoch {epoch}"
+        )
 
 
 def check_numbers(order: Any, records: int, key: str) -> np.ndarray:
     """Return `order` as int64 [prompts]. Raises DataError if it is empty or has numbers outside `records`."""
-    numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
-    if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
-        raise DataError(f"{key}: it returned {quote(order)}. It must return record numbers.")
+    numbers = (
+        np.asarray(order)
+        if isinstance(order, (list, tuple, range, np.ndarray))
+        else np.empty(0)
+    )
+    if (
+        numbers.ndim != 1
+        or len(numbers) == 0
+        or not np.issubdtype(numbers.dtype, np.integer)
+    ):
+        raise DataError(
+            f"{key}: it returned {quote(order)}. It must return record numbers."
+        )
     outside = numbers[(numbers < 0) | (numbers >= records)]
     if len(outside):
         raise DataError(
@@ -50,7 +66,9 @@ class SampledPrompts:
     in place.
     """
 
-    def __init__(self, dataset: PromptDataset, sampler: IsolatedFunction, seed: int) -> None:
+    def __init__(
+        self, dataset: PromptDataset, sampler: IsolatedFunction, seed: int
+    ) -> None:
         """sampler: with `records` bound."""
         self._dataset = dataset
         self._sampler = sampler
@@ -63,7 +81,11 @@ class SampledPrompts:
         """
         self.kept = state or nothing_chosen(position)
         if self.kept["chosen"]:
-            check_numbers(self.kept["chosen"], len(self._dataset), "data.sampler: the checkpoint's prompts")
+            check_numbers(
+                self.kept["chosen"],
+                len(self._dataset),
+                "data.sampler: the checkpoint's prompts",
+            )
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return prompts from place `start` on. Chooses those beyond the last place, all in one call.
@@ -71,19 +93,30 @@ class SampledPrompts:
         Places from before data.sampler was set are those of the data set. Raises as `choose`.
         """
         if (missing := start + count - self.kept["first"] - len(self.kept["chosen"])) > 0:
-            self.kept = choose(self._sampler, self.kept, missing, self._seed, len(self._dataset))
-        return [self._at(place, place - self.kept["first"]) for place in range(start, start + count)]
+            self.kept = choose(
+                self._sampler, self.kept, missing, self._seed, len(self._dataset)
+            )
+        return [
+            self._at(place, place - self.kept["first"])
+            for place in range(start, start + count)
+        ]
 
     def _at(self, place: int, index: int) -> Prompt:
         dataset = self._dataset
-        return dataset.at(place) if index < 0 else dataset.prompt(f"{place}", self.kept["chosen"][index])
+        return (
+            dataset.at(place)
+            if index < 0
+            else dataset.prompt(f"{place}", self.kept["chosen"][index])
+        )
 
     def keep_rewards(self, rewards: Mapping[str, list[float]]) -> None:
         """Keep groups' rewards, by uid, for the next call."""
         first = self.kept["first"]
         chosen = self.kept["chosen"]
         results = [
-            [chosen[int(uid) - first], rewards[uid]] for uid in sorted(rewards, key=int) if int(uid) >= first
+            [chosen[int(uid) - first], rewards[uid]]
+            for uid in sorted(rewards, key=int)
+            if int(uid) >= first
         ]
         self.kept = self.kept | {"results": self.kept["results"] + results}
 

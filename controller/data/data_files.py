@@ -53,7 +53,9 @@ def data_files(path: str) -> list[Path]:
         return [_file(folder)]
     kinds = sorted({file.suffix for file in files})
     if len(kinds) > 1:
-        raise DataError(f"{path} holds files of several kinds ({', '.join(kinds)}). Name one of them.")
+        raise DataError(
+            f"{path} holds files of several kinds ({', '.join(kinds)}). Name one of them."
+        )
     return files
 
 
@@ -69,7 +71,9 @@ def data_folder(path: str) -> Path:
 def is_on_disk(path: str) -> bool:
     """Whether a data set's file or folder exists, or a file of its pattern."""
     folder, _ = _folder_and_split(path)
-    return folder.exists() or (bool(_MANY.search(path)) and any(glob.iglob(path, recursive=True)))
+    return folder.exists() or (
+        bool(_MANY.search(path)) and any(glob.iglob(path, recursive=True))
+    )
 
 
 def _folder_and_split(path: str) -> tuple[Path, str]:
@@ -90,7 +94,9 @@ def _file(path: Path) -> Path:
             f"there is no file {path} (relative paths start at the working directory){about_copy(str(path))}."
         )
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path} is none of {', '.join(SUFFIXES)}, nor a folder of such files.")
+        raise DataError(
+            f"{path} is none of {', '.join(SUFFIXES)}, nor a folder of such files."
+        )
     _check_regular([path])
     return path
 
@@ -99,7 +105,9 @@ def _below(folder: Path) -> dict[Path, str]:
     """Return the data files below a folder, each with its split."""
     names = sorted(folder.rglob("*"))
     files = list(filter(_is_data, names))
-    unread = [name for name in names if name.suffix.lower() in UNREAD or _is_in_capitals(name)]
+    unread = [
+        name for name in names if name.suffix.lower() in UNREAD or _is_in_capitals(name)
+    ]
     if unread and files:
         raise DataError(
             f"{folder} holds {unread[0].name}, which would not be read beside {files[0].name}. Convert it "
@@ -124,7 +132,9 @@ def _is_in_capitals(file: Path) -> bool:
 
 def _matching(pattern: str) -> dict[Path, str]:
     """Return the data files of a pattern, each with its split."""
-    files = sorted(file for file in map(Path, glob.glob(pattern, recursive=True)) if _is_data(file))
+    files = sorted(
+        file for file in map(Path, glob.glob(pattern, recursive=True)) if _is_data(file)
+    )
     if not files:
         raise DataError(
             f"{pattern}: no data file ({', '.join(SUFFIXES)}) has a name of this pattern. Correct it."
@@ -164,7 +174,10 @@ def check_beginning(file: Path) -> None:
 def _listed_splits(folder: Path) -> list[str]:
     """Return the splits of a `DatasetDict` that was saved to a folder."""
     try:
-        return [str(name) for name in json.loads((folder / "dataset_dict.json").read_bytes())["splits"]]
+        return [
+            str(name)
+            for name in json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        ]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
 
@@ -175,7 +188,9 @@ def _check_subsets(folder: Path, names: Iterable[str]) -> None:
     """
     try:
         head = (folder / "README.md").read_text(encoding="utf-8").split("---")[1]
-        declared = {str(subset["config_name"]) for subset in yaml.safe_load(head)["configs"]}
+        declared = {
+            str(subset["config_name"]) for subset in yaml.safe_load(head)["configs"]
+        }
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return
     subsets = sorted(declared & set(names))
@@ -188,7 +203,9 @@ def _check_subsets(folder: Path, names: Iterable[str]) -> None:
 def _split_of(inner: Path) -> str:
     """Return the split of a file by its name or a folder's, the innermost first, or empty."""
     shard = _SHARD.fullmatch(inner.stem)
-    if shard and shard["split"] != "data":  # save_to_disk names its shards data-00000-of-00002
+    if (
+        shard and shard["split"] != "data"
+    ):  # save_to_disk names its shards data-00000-of-00002
         return SPLIT_WORDS.get(shard["split"], shard["split"])
     for name in (inner.stem, *reversed(inner.parts[:-1])):
         for word in reversed(re.split(r"[^a-zA-Z]+", name.lower())):
@@ -202,7 +219,13 @@ def _of_split(path: str, splits: dict[Path, str], split: str) -> list[Path]:
     names = sorted({name or "train" for name in splits.values()})
     if not split and len(names) > 1:
         advice = f"{path}@{names[-1]}" if Path(path).is_dir() else "a narrower pattern"
-        raise DataError(f"{path} holds the splits {', '.join(names)}. Name one, as in {advice}.")
+        raise DataError(
+            f"{path} holds the splits {', '.join(names)}. Name one, as in {advice}."
+        )
     if split and split not in names:
-        raise DataError(f"{path}: there is no split {split} among {', '.join(names)}. Name one of these.")
-    return [file for file, name in splits.items() if not split or (name or "train") == split]
+        raise DataError(
+            f"{path}: there is no split {split} among {', '.join(names)}. Name one of these."
+        )
+    return [
+        file for file, name in splits.items() if not split or (name or "train") == split
+    ]

@@ -16,7 +16,9 @@ from typing import Any
 
 from workers.errors import ConfigError, DataError, clause
 
-NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<subset>[\w.-]+))?(@(?P<split>[\w.:\[\]%+-]+))?")
+NAME = re.compile(
+    r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<subset>[\w.-]+))?(@(?P<split>[\w.:\[\]%+-]+))?"
+)
 FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz")
 OLDEST = 4  # earlier versions of `datasets` run a program that comes with the data set
 
@@ -46,7 +48,9 @@ def hub_dataset(path: str) -> HubDataset | None:
 def check_split(key: str, path: str) -> None:
     """Raise ConfigError for held-out hub data without a split: it has no default."""
     if hub_dataset(path) and "@" not in path:
-        raise ConfigError(f"{key}={path} names no split of the data set. Add one, as in {path}@test.")
+        raise ConfigError(
+            f"{key}={path} names no split of the data set. Add one, as in {path}@test."
+        )
 
 
 def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:

@@ -39,10 +39,15 @@ CONTENT_SETTINGS = (
 
 def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> DataIdentity:
     """Identify the training records by path, without `prompts`."""
-    keys = [*CONTENT_SETTINGS, *(["run.seed"] if config.data.shuffle and not config.data.curriculum else [])]
+    keys = [
+        *CONTENT_SETTINGS,
+        *(["run.seed"] if config.data.shuffle and not config.data.curriculum else []),
+    ]
     total = sum(config.data.weights.values())
     return {
-        "sources": [[len(records), _digest_of_records(records)] for records in train.values()],
+        "sources": [
+            [len(records), _digest_of_records(records)] for records in train.values()
+        ],
         "weights": [weight / total for weight in config.data.weights.values()],
         "tokenizer": _digest_of_tokenizer(config),
         "settings": {key: value_of(config, key) for key in keys},
@@ -51,7 +56,9 @@ def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> Data
 
 def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIdentity:
     """Identify data.train of training on given sequences, without `records`."""
-    columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
+    columns = [
+        f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")
+    ]
     keys = [
         *columns,
         "data.image_pixels.min",
@@ -83,7 +90,9 @@ def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
             "then"
         )
     elif _differ(now, then, "weights"):
-        lines.append(f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}")
+        lines.append(
+            f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}"
+        )
     elif _differ(now, then, "prompts"):
         lines.append(
             f"data.max_prompt_tokens or data.overlong_prompts keeps {now['prompts']} prompts of each "

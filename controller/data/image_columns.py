@@ -15,10 +15,14 @@ from workers.errors import DataError
 from workers.rendering import IMAGE_IN_TEXT
 
 COMPARED = 100  # first records whose columns are looked at
-_NAME = re.compile(r"(image|img|picture|photo|screenshot)s?([_-]?(path|url|file|byte)s?)?", re.IGNORECASE)
+_NAME = re.compile(
+    r"(image|img|picture|photo|screenshot)s?([_-]?(path|url|file|byte)s?)?", re.IGNORECASE
+)
 _OTHER_MEDIA = re.compile(r"(video|audio)s?([_-]?(path|url|file|byte)s?)?", re.IGNORECASE)
 _ANY_FILE = re.compile(r"\S*\.\w{2,4}")
-_FILE = re.compile(r"data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
+_FILE = re.compile(
+    r"data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL
+)
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
 
 
@@ -38,7 +42,10 @@ def texts_of(prompt: Any) -> Iterator[str]:
 
 
 def blind_images(
-    path: str, records: Sequence[Record], read: Iterable[tuple[bool, Iterable[str]]], image_key: str
+    path: str,
+    records: Sequence[Record],
+    read: Iterable[tuple[bool, Iterable[str]]],
+    image_key: str,
 ) -> list[str]:
     """Return a warning if no record has images though a column holds some.
 
@@ -51,7 +58,9 @@ def blind_images(
         has_images |= with_images
         if not with_images and any(IMAGE_IN_TEXT in text for text in texts):
             column = (
-                f"data.image_key to {columns[0]!r}" if columns else "data.image_key to the column of images"
+                f"data.image_key to {columns[0]!r}"
+                if columns
+                else "data.image_key to the column of images"
             )
             raise DataError(
                 f"{path} record {number} has {IMAGE_IN_TEXT} in a text, and no image in its column "
@@ -68,10 +77,16 @@ def blind_images(
 
 def image_columns(records: Sequence[Record], image_key: str) -> list[str]:
     """Name the columns, other than `image_key`, whose values look like images in one of the first records."""
-    return [name for name in columns_where(looks_like_images, records[:COMPARED]) if name != image_key]
+    return [
+        name
+        for name in columns_where(looks_like_images, records[:COMPARED])
+        if name != image_key
+    ]
 
 
-def columns_where(matches: Callable[[str, Any], bool], records: Sequence[Record]) -> list[str]:
+def columns_where(
+    matches: Callable[[str, Any], bool], records: Sequence[Record]
+) -> list[str]:
     """Name the columns for which `matches(name, value)` holds in a record, in the order of the records."""
     holds: dict[str, bool] = {}
     for record in records:
@@ -98,4 +113,8 @@ def looks_like_images(name: str, value: Any) -> bool:
         return {"bytes", "path"} >= value.keys() and any(map(bool, value.values()))
     if isinstance(value, bytes):
         return value.startswith(_MAGIC)
-    return isinstance(value, str) and bool(_NAME.fullmatch(name)) and bool(_FILE.fullmatch(value))
+    return (
+        isinstance(value, str)
+        and bool(_NAME.fullmatch(name))
+        and bool(_FILE.fullmatch(value))
+    )

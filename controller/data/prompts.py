@@ -19,7 +19,9 @@ from workers.errors import DataError, ImageError
 from workers.rendering import Options, Renderer, options_of
 
 DATA_ORDER = 0  # separates this random stream from others with the same seed
-CHARACTERS_PER_TOKEN = 128  # above any token's length, so that longer prompts are refused without tokenizing
+CHARACTERS_PER_TOKEN = (
+    128  # above any token's length, so that longer prompts are refused without tokenizing
+)
 
 Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 """(records, epoch) -> record numbers in the epoch's order."""
@@ -77,7 +79,11 @@ class PromptRules:
     image_pixels: tuple[int, int] = (0, 2**20)
 
     def options_of(self, record: Record, place: str) -> Options:
-        return {} if isinstance(record[self.prompt_key], str) else options_of(record, self.options, place)
+        return (
+            {}
+            if isinstance(record[self.prompt_key], str)
+            else options_of(record, self.options, place)
+        )
 
 
 class PromptDataset:
@@ -111,7 +117,9 @@ class PromptDataset:
         self._prompts: list[tuple[np.ndarray, Record, str, np.ndarray, Placed]] = []
         self.dropped = self.truncated = 0
         self.unreadable: list[str] = []
-        counted = count_if_slow(records, f"{name}: prompts tokenized", log, total=len(records))
+        counted = count_if_slow(
+            records, f"{name}: prompts tokenized", log, total=len(records)
+        )
         for index, record in enumerate(counted, start=1):
             try:
                 self._add(record, renderer, rules, index)
@@ -126,14 +134,18 @@ class PromptDataset:
                 "data.overlong_prompts=truncate."
             )
 
-    def _add(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> None:
+    def _add(
+        self, record: Record, renderer: Renderer, rules: PromptRules, index: int
+    ) -> None:
         place = f"{self.name} record {index}"
         source = str(record.get(rules.source_key, self.name))
         ids = self._tokenize(record, renderer, rules, index)
         if ids is None:
             return
         values = record.get(rules.image_key) or ()
-        images = renderer.read_images(values, rules.image_pixels, str(data_folder(self.name)), place)
+        images = renderer.read_images(
+            values, rules.image_pixels, str(data_folder(self.name)), place
+        )
         ids, placed = renderer.expand(ids, images, place)
         if images:
             record = record | {rules.image_key: list(map(show_image, images))}
@@ -148,14 +160,18 @@ class PromptDataset:
         if len(ids) > rules.max_prompt_tokens:
             self._leave_out(f"{len(ids)} prompt tokens", rules, index)
             return
-        taught = self._teacher_ids(record, renderer, place) if rules.context_key else ids[:0]
+        taught = (
+            self._teacher_ids(record, renderer, place) if rules.context_key else ids[:0]
+        )
         self._prompts.append((ids, record, source, taught, placed))
 
     def _tokenize(
         self, record: Record, renderer: Renderer, rules: PromptRules, index: int
     ) -> np.ndarray | None:
         prompt = record[rules.prompt_key]
-        if rules.overlong_prompts != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
+        if rules.overlong_prompts != "truncate" and is_too_long(
+            prompt, rules.max_prompt_tokens
+        ):
             # Tokenizing 60 MB would take minutes.
             self._leave_out(f"{characters(prompt):,} characters", rules, index)
             return None
@@ -210,14 +226,18 @@ class PromptDataset:
     def at(self, position: int) -> Prompt:
         """Return the prompt at a place of the endless stream."""
         epoch, index = (
-            divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
+            divmod(position, len(self._prompts))
+            if self._curriculum is None
+            else self._place(position)
         )
         return self.prompt(f"{position}", self._order(epoch)[index])
 
     def prompt(self, uid: str, index: int) -> Prompt:
         """Return a record's prompt as `uid`. index: of the kept records."""
         ids, record, source, taught, images = self._prompts[index]
-        return Prompt(uid, ids, record, source, self._rules.options_of(record, uid), taught, images)
+        return Prompt(
+            uid, ids, record, source, self._rules.options_of(record, uid), taught, images
+        )
 
     def _place(self, position: int) -> tuple[int, int]:
         epoch = 0  # a curriculum's epochs differ in length
@@ -233,7 +253,9 @@ class PromptDataset:
             else:
                 count = len(self._prompts)
                 self._orders = {
-                    epoch: epoch_order(self._seed, epoch, count) if self._shuffle else np.arange(count)
+                    epoch: epoch_order(self._seed, epoch, count)
+                    if self._shuffle
+                    else np.arange(count)
                 }
         return self._orders[epoch]
 
@@ -251,7 +273,9 @@ class PromptMixture:
         self._sources = list(sources)
         self._shares = np.asarray(weights, np.float64) / np.sum(weights)
         self._dealt = np.zeros(len(sources), np.int64)
-        self._schedule: list[tuple[int, int]] = []  # (source, place in it) of every position so far
+        self._schedule: list[
+            tuple[int, int]
+        ] = []  # (source, place in it) of every position so far
 
     def take(self, start: int, count: int) -> list[Prompt]:
         return [self._at(position) for position in range(start, start + count)]
@@ -279,7 +303,11 @@ def warn_of_left_out(name: str, unreadable: Sequence[str]) -> list[str]:
     the reasons.
     """
     count = f"{len(unreadable)} record{'s' * (len(unreadable) > 1)}"
-    return [f"{name}: {count} left out because of an image, the first: {unreadable[0]}"] if unreadable else []
+    return (
+        [f"{name}: {count} left out because of an image, the first: {unreadable[0]}"]
+        if unreadable
+        else []
+    )
 
 
 def is_too_long(prompt: Any, max_tokens: int) -> bool:
@@ -315,7 +343,9 @@ def with_context(record: Record, rules: PromptRules, record_place: str) -> Any:
     def filled(text: str) -> str:
         substitutions = {"{prompt}": text, "{context}": str(context)}
         return re.sub(
-            r"\{(?:prompt|context)\}", lambda place: substitutions[place[0]], rules.context_template
+            r"\{(?:prompt|context)\}",
+            lambda place: substitutions[place[0]],
+            rules.context_template,
         )
 
     if isinstance(prompt, str):
@@ -326,8 +356,13 @@ def with_context(record: Record, rules: PromptRules, record_place: str) -> Any:
             f"{record_place} has no user message for the context of teacher.context_key. Add one."
         )
     content = prompt[asks[-1]]["content"]
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    return [m | {"content": filled(text)} if number == asks[-1] else m for number, m in enumerate(prompt)]
+    text = (
+        content if isinstance(content, str) else "".join(part["text"] for part in content)
+    )
+    return [
+        m | {"content": filled(text)} if number == asks[-1] else m
+        for number, m in enumerate(prompt)
+    ]
 
 
 def with_system_prompt(prompt: Any, system_prompt: str, place: str) -> Any:

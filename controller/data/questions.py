@@ -53,7 +53,9 @@ def quote(tag: str, text: str, special: Iterable[str] = ()) -> str:
 class Questions:
     """Writes questions by reward.judge.prompt."""
 
-    def __init__(self, settings: JudgeConfig, prompt_key: str, tokenizer: Any = None) -> None:
+    def __init__(
+        self, settings: JudgeConfig, prompt_key: str, tokenizer: Any = None
+    ) -> None:
         """tokenizer: the judge's. Raises ConfigError for a broken template."""
         from jinja2 import StrictUndefined
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -61,24 +63,35 @@ class Questions:
         self._prompt_key = prompt_key
         key = "reward.judge.prompt"
         text = settings.prompt or TEMPLATE
-        self._grades = {name: f"{getattr(settings, name):g}" for name in ("min_grade", "max_grade")}
+        self._grades = {
+            name: f"{getattr(settings, name):g}" for name in ("min_grade", "max_grade")
+        }
         added = tokenizer.added_tokens_decoder.values() if tokenizer else ()
         # Not added words and runs of spaces.
         self._special = [
-            token.content for token in added if token.special or re.search(r"[<\[|]", token.content)
+            token.content
+            for token in added
+            if token.special or re.search(r"[<\[|]", token.content)
         ]
         text = read_template(text, key) if Path(text).suffix in (".jinja", ".j2") else text
         try:
-            self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
+            self._template = ImmutableSandboxedEnvironment(
+                undefined=StrictUndefined
+            ).from_string(text)
         except Exception as error:
-            raise ConfigError(f"{key}: not a Jinja template ({describe_error(error)}). Correct it.") from None
+            raise ConfigError(
+                f"{key}: not a Jinja template ({describe_error(error)}). Correct it."
+            ) from None
 
     def text(self, record: Mapping[str, Any], responses: Sequence[str]) -> str:
         """Return the question about one or two responses. Raises ConfigError if the template fails on the
         record.
         """
         names = ("response",) if len(responses) == 1 else ("response_a", "response_b")
-        texts = {"prompt": show_prompt(record[self._prompt_key]), **dict(zip(names, responses, strict=True))}
+        texts = {
+            "prompt": show_prompt(record[self._prompt_key]),
+            **dict(zip(names, responses, strict=True)),
+        }
         quotes = {name: quote(name, text, self._special) for name, text in texts.items()}
         variables = {**record, **self._grades, **quotes}
         try:

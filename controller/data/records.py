@@ -30,14 +30,20 @@ BOM = codecs.BOM_UTF8
 DEEPEST = 100  # levels of lists and objects in a line
 
 
-def read_records(path: str, prompt_key: str = "", log: Log = print, image_key: str = "") -> list[Record]:
+def read_records(
+    path: str, prompt_key: str = "", log: Log = print, image_key: str = ""
+) -> list[Record]:
     """Read all records. Raises DataError naming file and record of a malformed record, or one without
     `prompt_key`.
 
     log: called with progress if reading is slow. image_key: column with a prompt's images. Images in messages
     move there.
     """
-    records = list(count_if_slow(iter_records(path, prompt_key, image_key), f"{path}: records read", log))
+    records = list(
+        count_if_slow(
+            iter_records(path, prompt_key, image_key), f"{path}: records read", log
+        )
+    )
     if not records:
         raise DataError(f"{path} has no records.")
     return records
@@ -60,7 +66,9 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
             )
 
 
-def check_teachers(path: str, records: Sequence[Record], key: str, names: Iterable[str]) -> None:
+def check_teachers(
+    path: str, records: Sequence[Record], key: str, names: Iterable[str]
+) -> None:
     """Raise DataError unless the column `key` of every record is one of the teachers' names."""
     for number, record in enumerate(records, start=1):
         if str(record.get(key)) not in names:
@@ -84,7 +92,9 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
     try:
         files = data_files(path)
     except OSError as error:
-        raise DataError(f"{shorten(path, 80)} cannot be read: {error.strerror or error}.") from None
+        raise DataError(
+            f"{shorten(path, 80)} cannot be read: {error.strerror or error}."
+        ) from None
     for file in files:
         try:
             check_beginning(file)
@@ -96,9 +106,13 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
 
 def _check(record: Any, place: str, prompt_key: str, image_key: str) -> Record:
     if not isinstance(record, dict) and not prompt_key:
-        raise DataError(f"{place} is not a record, which gives each column's value by its name.")
+        raise DataError(
+            f"{place} is not a record, which gives each column's value by its name."
+        )
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
-        raise DataError(f"{place} has no {prompt_key!r}. Set data.prompt_key to the prompt's column.")
+        raise DataError(
+            f"{place} has no {prompt_key!r}. Set data.prompt_key to the prompt's column."
+        )
     for name, value in record.items():
         try:
             json.dumps([name, value], ensure_ascii=False, default=lambda _: "").encode()
@@ -108,7 +122,9 @@ def _check(record: Any, place: str, prompt_key: str, image_key: str) -> Record:
             ) from None
     if not prompt_key:
         return cast(Record, record)
-    prompt, images = with_images(clean_prompt(record[prompt_key], place), record.get(image_key), place)
+    prompt, images = with_images(
+        clean_prompt(record[prompt_key], place), record.get(image_key), place
+    )
     check_not_blank(prompt, place)
     if images and not image_key:
         raise DataError(
@@ -201,7 +217,11 @@ def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        batches = (
+            (reader.get_batch(i) for i in range(reader.num_record_batches))
+            if is_file
+            else reader
+        )
         yield from _rows(file, batches)
 
 
@@ -235,7 +255,9 @@ def _without_added(record: Any) -> Any:
 
 
 def _with_own_arguments(value: Any) -> Any:
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+    if not isinstance(value, list) or not all(
+        isinstance(message, dict) for message in value
+    ):
         return value
     return [
         message | {"tool_calls": without_nulls(message["tool_calls"])}

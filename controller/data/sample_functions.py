@@ -54,7 +54,11 @@ Form = tuple[str, Callable[[Any, int], bool]]
 EACH = ("a finite number for each sample", _each)
 TRUTH = ("True or False", lambda value, count: isinstance(value, bool))
 FORMS = dict[str, Form](
-    zip(OF_SAMPLES, (EACH, TRUTH, EACH, ("finite numbers by name", _by_name), EACH), strict=True)
+    zip(
+        OF_SAMPLES,
+        (EACH, TRUTH, EACH, ("finite numbers by name", _by_name), EACH),
+        strict=True,
+    )
 )
 """What the function of each setting returns, in words, and how it is known."""
 
@@ -71,7 +75,9 @@ class SampleFunction:
         """Return its value for `columns` [B]. Raises ConfigError if it fails, DataError for another value."""
         value, (words, fits) = self.function(**columns), self.form
         if not fits(value, len(next(iter(columns.values())))):
-            raise DataError(f"{self.function.key}: it returned {quote(value)}. Return {words}.")
+            raise DataError(
+                f"{self.function.key}: it returned {quote(value)}. Return {words}."
+            )
         return np.array(value, dtype=np.float64) if isinstance(value, list) else value
 
 

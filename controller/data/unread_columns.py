@@ -7,7 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from controller.data.image_columns import COMPARED, columns_where, looks_like_images, looks_like_other_media
+from controller.data.image_columns import (
+    COMPARED,
+    columns_where,
+    looks_like_images,
+    looks_like_other_media,
+)
 from controller.data.records import Record
 
 CHATS = {"tools", "chat_template_arguments"}
@@ -26,7 +31,9 @@ def _is_placeholder(name: str, texts: Iterable[str]) -> bool:
     return any(f"{{{name}" in text for text in texts)
 
 
-def unread_columns(data: Mapping[str, Sequence[Record]], read: Collection[str]) -> list[str]:
+def unread_columns(
+    data: Mapping[str, Sequence[Record]], read: Collection[str]
+) -> list[str]:
     """Return a warning that names columns outside `read` that look like data in one of the first records.
 
     data: by path. Each column is named once.
@@ -41,7 +48,9 @@ def unread_columns(data: Mapping[str, Sequence[Record]], read: Collection[str]) 
             columns = f"column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}"
             advice = ", or give the prompts as chat messages" if CHATS & set(unread) else ""
             has_media = columns_where(looks_like_other_media, records[:COMPARED])
-            media = ". Videos and sounds are never read" if set(has_media) & set(unread) else ""
+            media = (
+                ". Videos and sounds are never read" if set(has_media) & set(unread) else ""
+            )
             warnings.append(
                 f"{path}: nothing reads the {columns}: no setting, chat template or reward. Set a "
                 f"data.*_key to it{advice}, or remove it{media}"
@@ -63,7 +72,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _looks_like_data(name: str, value: Any) -> bool:
-    if isinstance(value, bytes) or looks_like_images(name, value) or looks_like_other_media(name, value):
+    if (
+        isinstance(value, bytes)
+        or looks_like_images(name, value)
+        or looks_like_other_media(name, value)
+    ):
         return True
     if name in _NAMES and isinstance(value, str):
         return value.strip() not in _EMPTY

@@ -93,10 +93,14 @@ class RolloutEngines:
     @property
     def present(self) -> tuple[Member, ...]:
         """Engines that can take weights from a transfer."""
-        return tuple((replica, self._attempts[replica]) for replica in self.fleet.in_state(*UP))
+        return tuple(
+            (replica, self._attempts[replica]) for replica in self.fleet.in_state(*UP)
+        )
 
     def start(self) -> None:
-        self._starting = {replica: actor.start.remote() for replica, actor in self.actors.items()}
+        self._starting = {
+            replica: actor.start.remote() for replica, actor in self.actors.items()
+        }
 
     def wait_started(self, timeout_s: float | None = None) -> None:
         """Wait for all engines, at the first call.
@@ -119,7 +123,9 @@ class RolloutEngines:
         """Return the first of `streams` with a result, or None after another call or `timeout_s`. Raises as
         `lose`.
         """
-        done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False)
+        done, _ = ray.wait(
+            [*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False
+        )
         for ref in done:
             if ref not in self._calls:
                 return ref
@@ -133,16 +139,26 @@ class RolloutEngines:
             # A replica that was just lost has no calls left.
             if call.deadline >= now or ref not in self._calls:
                 continue
-            if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # it answered in time, between two rounds
+            if ray.wait([ref], timeout=0, fetch_local=False)[
+                0
+            ]:  # it answered in time, between two rounds
                 self._handle_answer(ref)
             else:
-                self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
+                self.lose(
+                    call.replica, f"{call.doing} was not done after {call.timeout_s:g} s"
+                )
         for replica in self.fleet.serving:
             if replica in busy and now - self._last_sign[replica] > self._hang_timeout_s:
                 self.fleet.drain(replica)
                 health = self.actors[replica].health.remote()
                 doing = "answering (rollout.hang_timeout_s)"
-                self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
+                self._watch(
+                    replica,
+                    health,
+                    doing,
+                    self._hang_timeout_s,
+                    partial(self._healthy, replica),
+                )
 
     def check_any_will_serve(self) -> None:
         """Raise RolloutError if no engine serves, starts or loads weights: waiting would never end."""
@@ -159,7 +175,9 @@ class RolloutEngines:
     @property
     def waits_for_weights(self) -> bool:
         """Whether nothing serves, and replacements of lost engines wait for the next transfer."""
-        return not self.fleet.serving and not self._calls and bool(self._waiting_for_transfer)
+        return (
+            not self.fleet.serving and not self._calls and bool(self._waiting_for_transfer)
+        )
 
     def on_lost(self, replica: int) -> None:
         """Called when an engine was lost, before another takes its place."""
@@ -177,11 +195,15 @@ class RolloutEngines:
             raise RolloutError("the engines were stopped during a round.")
         text = cause if isinstance(cause, str) else cause_of(cause)
         failed_replacement = (
-            self._by_transfer and self._attempts[replica] > 0 and self.fleet.state(replica) is State.STARTING
+            self._by_transfer
+            and self._attempts[replica] > 0
+            and self.fleet.state(replica) is State.STARTING
         )
         self.fleet.mark_lost(replica)
         self.on_lost(replica)
-        self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
+        self._calls = {
+            ref: call for ref, call in self._calls.items() if call.replica != replica
+        }
         ray.kill(self.actors[replica])
         lost = f"{self._name} replica {replica} was lost: {text}"
         if failed_replacement:
@@ -191,20 +213,30 @@ class RolloutEngines:
                 f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample."
             )
         if not self.fleet.restart(replica):
-            raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
+            raise RolloutError(
+                f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up."
+            )
         self._log(f"{lost}; starting a new one")
         self._attempts[replica] += 1
         self._restarted = True
         self.actors[replica] = self._make(replica, self._attempts[replica])
         if self._transferring:
-            self._postponed.append(replica)  # its start needs memory in which weights are gathered now
+            self._postponed.append(
+                replica
+            )  # its start needs memory in which weights are gathered now
         else:
             self._start_replacement(replica)
 
     def _start_replacement(self, replica: int) -> None:
         started = self.actors[replica].start.remote()
         then = self._begin_joining if self._by_transfer else self._begin_loading
-        self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(then, replica))
+        self._watch(
+            replica,
+            started,
+            "starting its engine",
+            self._start_timeout_s,
+            partial(then, replica),
+        )
 
     def take_restarted(self) -> bool:
         """Return whether an engine was replaced since the last call."""
@@ -212,7 +244,9 @@ class RolloutEngines:
         self._restarted = False
         return restarted
 
-    def update_weights(self, payload: ray.ObjectRef, version: int, *, whole_weights: bool = True) -> None:
+    def update_weights(
+        self, payload: ray.ObjectRef, version: int, *, whole_weights: bool = True
+    ) -> None:
         """Load packed weights as `version` into every engine, including engines that start later.
 
         whole_weights: or what changed since the last call. Raises RolloutError as `lose`, and if an engine
@@ -231,7 +265,9 @@ class RolloutEngines:
         by_policy = self._adapters = self._adapters or {}
         for name, files in adapters.items():
             gone = self.versions_to_replace(name)
-            stay = {old: ref for old, ref in by_policy.get(name, {}).items() if old not in gone}
+            stay = {
+                old: ref for old, ref in by_policy.get(name, {}).items() if old not in gone
+            }
             by_policy[name] = stay | {version: files}
         self._load_all(version)
 
@@ -246,7 +282,11 @@ class RolloutEngines:
         """
         versions = (self._adapters or {}).get(policy, {})
         if not versions or version not in (None, *versions):
-            had = f"engines have the versions {sorted(versions)}" if versions else "engines have none"
+            had = (
+                f"engines have the versions {sorted(versions)}"
+                if versions
+                else "engines have none"
+            )
             raise ConfigError(
                 f"adapter={policy!r}, version={version}: {had}. Ask for one of them, or publish it."
             )
@@ -320,7 +360,9 @@ class RolloutEngines:
         """Free weights and KV caches of colocated engines until `receive_weights`. Raises as `lose`."""
         while self._colocated and (self._calls or self.fleet.in_state(*UP)):
             self._settle()
-            for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
+            for replica in self._on_all(
+                "sleep", self.fleet.in_state(*UP), self._start_timeout_s
+            ):
                 self.fleet.sleep(replica)
 
     def check_alive(self) -> None:
@@ -331,7 +373,9 @@ class RolloutEngines:
         """Call a method on each replica and wait. Returns the replicas that succeeded and loses
         the others.
         """
-        calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
+        calls = {
+            replica: getattr(self.actors[replica], method).remote() for replica in replicas
+        }
         done = []
         for replica, ref in calls.items():
             try:
@@ -369,11 +413,15 @@ class RolloutEngines:
         """Send the current weights to the engine, unless it has or is loading them."""
         doing = "loading weights"
         version = self.fleet.version
-        loading = any(call.replica == replica and call.doing == doing for call in self._calls.values())
+        loading = any(
+            call.replica == replica and call.doing == doing for call in self._calls.values()
+        )
         if self.fleet.state(replica) is State.STALE and not loading:
             actor = self.actors[replica]
             if self._adapters is not None and ONLY_POLICY in self._adapters:
-                ref = actor.update_adapters.remote(self._adapters[ONLY_POLICY][version], version)
+                ref = actor.update_adapters.remote(
+                    self._adapters[ONLY_POLICY][version], version
+                )
             elif self._adapters is not None:
                 adapters = {
                     number: files
@@ -386,7 +434,11 @@ class RolloutEngines:
             else:
                 ref = actor.update_weights.remote(self._weights[-1][1], version)
             self._watch(
-                replica, ref, doing, self._start_timeout_s, partial(self._finish_loading, replica, version)
+                replica,
+                ref,
+                doing,
+                self._start_timeout_s,
+                partial(self._finish_loading, replica, version),
             )
 
     def _finish_loading(self, replica: int, version: int) -> None:
@@ -399,9 +451,16 @@ class RolloutEngines:
         self.note_progress(replica)
 
     def _watch(
-        self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]
+        self,
+        replica: int,
+        ref: ray.ObjectRef,
+        doing: str,
+        timeout_s: float,
+        then: Callable[[], None],
     ) -> None:
-        self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
+        self._calls[ref] = _Call(
+            replica, doing, timeout_s, time.monotonic() + timeout_s, then
+        )
 
     def _handle_answer(self, ref: ray.ObjectRef) -> None:
         call = self._calls.pop(ref)
@@ -418,6 +477,10 @@ class RolloutEngines:
 def cause_of(error: Exception) -> str:
     """Return the actor's error, or the cause of its death, in one line without Ray's traceback."""
     cause = error.cause if isinstance(error, RayTaskError) else error
-    typed = str(cause) if isinstance(cause, BallastError) else f"{type(cause).__name__}: {cause}"
+    typed = (
+        str(cause)
+        if isinstance(cause, BallastError)
+        else f"{type(cause).__name__}: {cause}"
+    )
     text = " ".join(typed.split())
     return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

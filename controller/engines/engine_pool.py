@@ -63,7 +63,9 @@ def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Partial]:
     partials: dict[int, Partial] = {}
     if refs:
         for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
-            with suppress(RayError):  # the engine died or its node is gone, so its responses start again
+            with suppress(
+                RayError
+            ):  # the engine died or its node is gone, so its responses start again
                 partials |= ray.get(ref)
     return partials
 
@@ -91,7 +93,9 @@ class Generation:
         block.
         """
         requests = [
-            (self.router.retry_or_drop if result.failed else self.router.finish)(replica, result)
+            (self.router.retry_or_drop if result.failed else self.router.finish)(
+                replica, result
+            )
             for result in results
         ]
         if finished := [result for result in results if not result.failed]:
@@ -128,7 +132,9 @@ class EnginePool(RolloutEngines):
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
         """Start a generation: submit requests to its router at any time, and call `pump`."""
-        router = Router(len(self.actors), self._config.max_concurrent, self._config.max_retries)
+        router = Router(
+            len(self.actors), self._config.max_concurrent, self._config.max_retries
+        )
         self._generations.append(Generation(router, sampling, on_results))
         return self._generations[-1]
 
@@ -142,16 +148,25 @@ class EnginePool(RolloutEngines):
         Without engines, generation waits for a replacement. Raises as `lose`.
         """
         self.check_deadlines(self._busy())
-        if timeout_s and self.queued and self.waits_for_weights:  # without a time the ranks may be computing
+        if (
+            timeout_s and self.queued and self.waits_for_weights
+        ):  # without a time the ranks may be computing
             self.catch_up()
         self._partial.look(
-            {replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)}
+            {
+                replica: self.actors[replica]
+                for replica in self._busy() & set(self.fleet.serving)
+            }
         )
         for generation in self._generations:
             self._open_streams(generation)
         self._export_queues()
         self._count_idle()
-        owners = {stream: generation for generation in self._generations for stream in generation.streams}
+        owners = {
+            stream: generation
+            for generation in self._generations
+            for stream in generation.streams
+        }
         if not owners and self.queued:
             self.check_any_will_serve()
         # One stream at a time, so that capacity it frees is assigned again at once.
@@ -171,12 +186,17 @@ class EnginePool(RolloutEngines):
         partials = self._partial.last(replica)
         for generation in self._generations:
             streams = generation.streams.items()
-            generation.streams = {stream: owner for stream, owner in streams if owner != replica}
+            generation.streams = {
+                stream: owner for stream, owner in streams if owner != replica
+            }
             generation.router.replica_lost(replica, partials)
 
     def partial_responses(self) -> dict[int, Partial]:
         """Return unfinished responses and sessions by seed, from engines that answer in time."""
-        refs = [self.actors[replica].partial_responses.remote() for replica in self.fleet.serving]
+        refs = [
+            self.actors[replica].partial_responses.remote()
+            for replica in self.fleet.serving
+        ]
         return _read(refs, timeout_s=ANSWER_SECONDS)
 
     @property
@@ -191,7 +211,11 @@ class EnginePool(RolloutEngines):
         return idle / len(self.actors)
 
     def _busy(self) -> set[int]:
-        return {replica for generation in self._generations for replica in generation.streams.values()}
+        return {
+            replica
+            for generation in self._generations
+            for replica in generation.streams.values()
+        }
 
     def _count_idle(self) -> None:
         now = time.monotonic()

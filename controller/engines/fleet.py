@@ -50,7 +50,10 @@ class RestartBudget:
         return self.limit - self.engines - self.recoveries
 
     def metrics(self) -> dict[str, float]:
-        return {"restarts/engines": float(self.engines), "restarts/recoveries": float(self.recoveries)}
+        return {
+            "restarts/engines": float(self.engines),
+            "restarts/recoveries": float(self.recoveries),
+        }
 
 
 class Fleet:
@@ -98,7 +101,9 @@ class Fleet:
     def new_version(self, version: int) -> None:
         """Record new weights, which no engine has yet. Raises ValueError if `version` falls."""
         if version < self.version:
-            raise ValueError(f"weights of version {version} after those of version {self.version}")
+            raise ValueError(
+                f"weights of version {version} after those of version {self.version}"
+            )
         self.version = version
         for replica in self.in_state(State.CURRENT, State.DRAINING):
             self._move(replica, State.STALE, State.CURRENT, State.DRAINING)

@@ -65,7 +65,9 @@ class Router:
 
     @property
     def done(self) -> bool:
-        return not self._waiting and not any(replica.outstanding for replica in self._replicas)
+        return not self._waiting and not any(
+            replica.outstanding for replica in self._replicas
+        )
 
     @property
     def waiting(self) -> int:
@@ -73,7 +75,9 @@ class Router:
 
     @property
     def unfinished(self) -> list[SampleRequest]:
-        outstanding = [ticket for replica in self._replicas for ticket in replica.outstanding.values()]
+        outstanding = [
+            ticket for replica in self._replicas for ticket in replica.outstanding.values()
+        ]
         return [ticket.request for ticket in (*outstanding, *self._waiting)]
 
     def outstanding(self, replica: int) -> int:
@@ -97,12 +101,18 @@ class Router:
         """
         assigned: dict[int, list[SampleRequest]] = {}
         leftovers: deque[_Ticket] = deque()
-        heap = [(*self._replicas[i].load(), i) for i in serving if self.outstanding(i) < self.max_concurrent]
+        heap = [
+            (*self._replicas[i].load(), i)
+            for i in serving
+            if self.outstanding(i) < self.max_concurrent
+        ]
         heapify(heap)
         while self._waiting and heap:
             ticket = self._waiting.popleft()
             passed = []
-            allowed = _allowed_replicas(ticket, set(serving)) if ticket.failed_on else serving
+            allowed = (
+                _allowed_replicas(ticket, set(serving)) if ticket.failed_on else serving
+            )
             while heap and heap[0][-1] not in allowed:
                 passed.append(heappop(heap))
             if heap:
@@ -153,7 +163,9 @@ class Router:
         self.retried = []
         return retried
 
-    def replica_lost(self, replica: int, responses: Mapping[int, Response | SessionRecord]) -> None:
+    def replica_lost(
+        self, replica: int, responses: Mapping[int, Response | SessionRecord]
+    ) -> None:
         """Put the lost replica's requests at the head of the queue, without counting a retry.
 
         responses: partial responses and sessions by seed, from which they are continued.

@@ -66,7 +66,12 @@ class StalenessSchedule:
     """State of a run's groups. Raises ValueError for an event that is impossible in a group's state."""
 
     def __init__(
-        self, settings: Staleness, steps: int, *, admitted: int = 0, active: Iterable[int] = ()
+        self,
+        settings: Staleness,
+        steps: int,
+        *,
+        admitted: int = 0,
+        active: Iterable[int] = (),
     ) -> None:
         """steps: number left, whose groups are admitted. admitted: number of the next group. active: running
         groups of a resumed run.
@@ -107,7 +112,9 @@ class StalenessSchedule:
         running = self.in_state(GroupState.RUNNING)
         ready = self.in_state(GroupState.READY)
         if running:  # the window cannot move beyond the oldest of them
-            ready = [group for group in ready if group < running[0] + self.settings.window_groups]
+            ready = [
+                group for group in ready if group < running[0] + self.settings.window_groups
+            ]
         if len(ready) < size:
             return []
         groups = ready[:size]

@@ -26,7 +26,8 @@ class TransferGroup:
 
     def __str__(self) -> str:
         names = [
-            f"{replica}" + (f" restart {attempt}" if attempt else "") for replica, attempt in self.members
+            f"{replica}" + (f" restart {attempt}" if attempt else "")
+            for replica, attempt in self.members
         ]
         return f"transfer group {self.epoch} (rollout {', '.join(names)})"
 

@@ -24,7 +24,9 @@ from workers.user_code.functions import Tools, find_tools
 Chat = tuple[Messages, Options]
 """Chat messages, and the options to render them with."""
 
-TRIED_PROMPTS = 32  # of each data set, because the run renders the others as it tokenizes them
+TRIED_PROMPTS = (
+    32  # of each data set, because the run renders the others as it tokenizes them
+)
 
 
 def try_chats(config: Config, data: Records, log: Log) -> tuple[Tools, Examined | None]:
@@ -66,8 +68,14 @@ def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
             raise ConfigError(
                 f"rollout.tools={tools}: {path} has prompts that are texts. Give chat messages."
             )
-    template = template_of(read_model_files(model, "model.path").folder, config.model.chat_template)
-    if template and not config.rollout.tool_parser and not parsers_of(template.text_for({"tools": True}))[0]:
+    template = template_of(
+        read_model_files(model, "model.path").folder, config.model.chat_template
+    )
+    if (
+        template
+        and not config.rollout.tool_parser
+        and not parsers_of(template.text_for({"tools": True}))[0]
+    ):
         raise ConfigError(
             f"rollout.tools={tools}: which parser reads the calls of model.path={model} is unknown. Set "
             f"rollout.tool_parser to one of: {', '.join(sorted(known_parsers('tool_parser')))}."
@@ -84,7 +92,9 @@ def _check_sandbox_tools(config: Config, tools: Tools) -> None:
         )
 
 
-def _check_offered(config: Config, chats: Sequence[Chat], schemas: Sequence[dict[str, Any]]) -> None:
+def _check_offered(
+    config: Config, chats: Sequence[Chat], schemas: Sequence[dict[str, Any]]
+) -> None:
     """Raise ConfigError if one of the first records offers another tool."""
     defined_names = set(map(tool_name, schemas))
     offered = {tool_name(tool) for _, options in chats for tool in options.get("tools", ())}
@@ -96,16 +106,23 @@ def _check_offered(config: Config, chats: Sequence[Chat], schemas: Sequence[dict
         )
 
 
-def _first_chats(config: Config, data: Mapping[str, list[Record]], tools: Sequence[Any]) -> list[Chat]:
+def _first_chats(
+    config: Config, data: Mapping[str, list[Record]], tools: Sequence[Any]
+) -> list[Chat]:
     first_chats: list[Chat] = []
     key = config.data.prompt_key
     rules = prompt_rules(config, tools)
     for path, rows in data.items():
         chats = [
-            (f"{path} record {i}", row) for i, row in enumerate(rows, start=1) if isinstance(row[key], list)
+            (f"{path} record {i}", row)
+            for i, row in enumerate(rows, start=1)
+            if isinstance(row[key], list)
         ]
         first_chats += [
-            (with_system_prompt(row[key], rules.system_prompt, place), rules.options_of(row, place))
+            (
+                with_system_prompt(row[key], rules.system_prompt, place),
+                rules.options_of(row, place),
+            )
             for place, row in chats[:TRIED_PROMPTS]
         ]
     return first_chats
@@ -144,7 +161,9 @@ def try_template(
     key = "model.chat_template" if config.model.chat_template else "model.path"
     template_name = f"the chat template of {key}={value_of(config, key)}"
     with waiting(log, template_name, config):
-        return examine(template, chats, options, template_name, timeout_s, model, answered=answered)
+        return examine(
+            template, chats, options, template_name, timeout_s, model, answered=answered
+        )
 
 
 def run_options(config: Config, tools: Sequence[Any]) -> Options:

@@ -23,24 +23,38 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
 
 def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
-    code = [*config.reward.weights, *([config.rollout.environment] if tried_inputs.answered else [])]
-    agent = config.rollout.agent or ("" if tried_inputs.answered else config.rollout.environment)
+    code = [
+        *config.reward.weights,
+        *([config.rollout.environment] if tried_inputs.answered else []),
+    ]
+    agent = config.rollout.agent or (
+        "" if tried_inputs.answered else config.rollout.environment
+    )
     return [
         *(
             f"{path}: {count_noun(len(rows), 'record')}"
             for path, rows in (tried_inputs.train | tried_inputs.held_out).items()
         ),
         *_epoch_lines(config, tried_inputs.train),
-        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
+        *(
+            [f"{', '.join(code)}: tried on the first record and an empty response"]
+            if code
+            else []
+        ),
         *([_score_line(tried_inputs.score)] if tried_inputs.score else []),
         *(_episode_lines(tried_inputs.answered) if tried_inputs.answered else []),
         *(
-            quote_lines("the judge reads:", question(config, next(iter(tried_inputs.train.values()))[0]))
+            quote_lines(
+                "the judge reads:",
+                question(config, next(iter(tried_inputs.train.values()))[0]),
+            )
             if tried_inputs.parser
             else []
         ),
         *(
-            [f"{config.rollout.tools}: tools {', '.join(map(tool_name, tried_inputs.tools))}"]
+            [
+                f"{config.rollout.tools}: tools {', '.join(map(tool_name, tried_inputs.tools))}"
+            ]
             if tried_inputs.tools
             else []
         ),
@@ -57,8 +71,15 @@ def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
         ),
         *_sandbox_lines(config),
         *([f"{config.run.step}: imported, makes each step"] if tried_inputs.step else []),
-        *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried_inputs.functions),
-        *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried_inputs.sampled else []),
+        *(
+            f"{value_of(config, key)}: {key}, tried on made-up samples"
+            for key in tried_inputs.functions
+        ),
+        *(
+            [f"{config.data.sampler}: data.sampler, tried on two steps"]
+            if tried_inputs.sampled
+            else []
+        ),
         *(f"warning: {line}" for line in tried_inputs.answer_warnings),
         *certificate_lines(config),
     ]
@@ -99,9 +120,15 @@ def _episode_lines(answered: Answered) -> list[str]:
     parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
     end = ", which ends the episode" if observation.done else ""
     return [
-        *quote_lines("the environment adds to the first prompt:", as_text(answered.opening)),
+        *quote_lines(
+            "the environment adds to the first prompt:", as_text(answered.opening)
+        ),
         f"the environment's reward of an empty response: {observation.reward:g}{parts}{end}",
-        *([] if observation.done else quote_lines("its observation:", as_text(observation.text))),
+        *(
+            []
+            if observation.done
+            else quote_lines("its observation:", as_text(observation.text))
+        ),
     ]
 
 
@@ -142,7 +169,10 @@ def _tokens_line(dataset: PromptDataset) -> str:
     tokens = dataset.lengths
     changed = [
         f"{count} {change}"
-        for count, change in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))
+        for count, change in (
+            (dataset.dropped, "dropped"),
+            (dataset.truncated, "truncated"),
+        )
     ]
     return (
         f"{dataset.name}: {count_noun(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
@@ -152,5 +182,7 @@ def _tokens_line(dataset: PromptDataset) -> str:
 
 def _agent_line(config: Config) -> str:
     return (
-        "agents elsewhere play each sample" if config.rollout.agent == HTTP else "imported, plays each sample"
+        "agents elsewhere play each sample"
+        if config.rollout.agent == HTTP
+        else "imported, plays each sample"
     )

@@ -24,7 +24,12 @@ from controller.data.sample_functions import Functions
 from controller.lifecycle.chat_inputs import try_chats
 from controller.lifecycle.judge_inputs import find_parser
 from controller.lifecycle.math_inputs import answer_warnings
-from controller.lifecycle.reward_inputs import find_agent, find_environment, reward_functions, with_messages
+from controller.lifecycle.reward_inputs import (
+    find_agent,
+    find_environment,
+    reward_functions,
+    with_messages,
+)
 from controller.lifecycle.template_report import Examined
 from controller.lifecycle.user_functions import (
     Records,
@@ -78,7 +83,9 @@ class Tried:
     answer_warnings: tuple[str, ...]
 
 
-def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN) -> Tried:
+def try_inputs(
+    config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN
+) -> Tried:
     """Read all data, and try users' code and the chat template in separate processes.
 
     call_functions: passed to the call. Raises ConfigError or DataError.
@@ -91,7 +98,9 @@ def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions 
     if values := first.get(data.image_key):
         folder = str(data_folder(path))
         pixels = data.image_pixels.limits
-        images = [ImageSource(value, f"{path} record 1", folder, pixels) for value in values]
+        images = [
+            ImageSource(value, f"{path} record 1", folder, pixels) for value in values
+        ]
         first = first | {data.image_key: Pictures(images)}
     problems = Problems()
     functions = list[RewardFunction]()
@@ -99,7 +108,9 @@ def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions 
     tools = Tools(b"", [])
     template = None
     environment, answered, agent = b"", None, b""
-    export_settings(config.rollout.sandbox)  # also without a kind: an earlier run here may have had one
+    export_settings(
+        config.rollout.sandbox
+    )  # also without a kind: an earlier run here may have had one
     with problems.collecting():
         functions, score = reward_functions(config, first, log, call_functions)
     with problems.collecting():
@@ -116,7 +127,10 @@ def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions 
         curriculum = try_curriculum(config, train, log)
     with problems.collecting():
         sampler = try_sampler(config, train, log)
-    parts = {**(score.parts if score else {}), **(answered.observation.parts if answered else {})}
+    parts = {
+        **(score.parts if score else {}),
+        **(answered.observation.parts if answered else {}),
+    }
     with problems.collecting():
         if not problems.errors:  # what replaces parts of a run may read those of a reward
             own_functions = try_functions(config, train, parts, log)
@@ -155,18 +169,26 @@ def _read_data(config: Config, log: Log) -> tuple[Records, Records]:
     records: Records = {}
     for path in filter(None, (*data.weights, data.validation)):
         with problems.collecting():
-            records[path] = read_records(path, prompt_key=data.prompt_key, log=log, image_key=data.image_key)
+            records[path] = read_records(
+                path, prompt_key=data.prompt_key, log=log, image_key=data.image_key
+            )
     problems.raise_all()
     train = {path: records[path] for path in data.weights}
     return train, {data.validation: records[data.validation]} if data.validation else {}
 
 
 def _check_records(
-    config: Config, train: Records, held_out: Records, functions: Sequence[RewardFunction], first: Record
+    config: Config,
+    train: Records,
+    held_out: Records,
+    functions: Sequence[RewardFunction],
+    first: Record,
 ) -> None:
     """Check that records have the columns that are read, and that not all prompts are too long."""
     added = {RAW} | (with_messages(config, first).keys() - first.keys())
-    takers = {column: f.name for f in functions for column in f.columns if column not in added}
+    takers = {
+        column: f.name for f in functions for column in f.columns if column not in added
+    }
     problems = Problems()
     for path, rows in (train | held_out).items():
         with problems.collecting():

@@ -31,7 +31,9 @@ def handlers_kept() -> Iterator[None]:
     """Restore the handlers of `SIGNALS` after the block, because Ray replaces them. Only for the
     main thread.
     """
-    handlers = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
+    handlers = (
+        {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
+    )
     try:
         yield
     finally:
@@ -51,7 +53,9 @@ class Interrupts:
         self.held = False
         self._pending = False
         self._log = log
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # whose `put` may be called in a handler
+        self._lines: SimpleQueue[str | None] = (
+            SimpleQueue()
+        )  # whose `put` may be called in a handler
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
@@ -72,14 +76,21 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
-        self._logging = threading.Thread(target=self._log_lines, name="interrupts", daemon=True)
+        self._logging = threading.Thread(
+            target=self._log_lines, name="interrupts", daemon=True
+        )
         self._logging.start()
         if in_main_thread():
-            self._handlers = {number: signal.signal(number, self._handle) for number in heeded_signals()}
+            self._handlers = {
+                number: signal.signal(number, self._handle) for number in heeded_signals()
+            }
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

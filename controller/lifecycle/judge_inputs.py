@@ -23,7 +23,9 @@ from workers.user_code.rewards import RewardFunction
 VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5}
 
 
-def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) -> RewardFunction | None:
+def find_parser(
+    config: Config, data: Mapping[str, Sequence[Record]], log: Log
+) -> RewardFunction | None:
     """Return the function that reads the judge's answers, or None without a judge.
 
     Raises ConfigError, also if the prompt cannot be written for one of the records.
@@ -34,19 +36,28 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
         return None
     _try_chat_template(config, question(config, first), log)
     if question(config, first, "1") == question(config, first, "2"):
-        raise ConfigError("reward.judge.prompt: it does not show the response. Write {{ response }} in it.")
+        raise ConfigError(
+            "reward.judge.prompt: it does not show the response. Write {{ response }} in it."
+        )
     for rows in data.values():
-        for row in {frozenset(row): row for row in rows}.values():  # one for each set of columns
+        for row in {
+            frozenset(row): row for row in rows
+        }.values():  # one for each set of columns
             question(config, row)
     if not settings.function:
         values = None if settings.form == "score" else VERDICTS
-        packed = cloudpickle.dumps(partial(last_match, pattern=settings.pattern, values=values))
+        packed = cloudpickle.dumps(
+            partial(last_match, pattern=settings.pattern, values=values)
+        )
         return RewardFunction("parser", 1.0, packed, ())
     key = "reward.judge.parser"
     name = settings.function
     parser = import_function(config, log, key, name)
     return RewardFunction(
-        "parser", 1.0, parser.packed, requested_columns(parser.signature, first, name, key=key)
+        "parser",
+        1.0,
+        parser.packed,
+        requested_columns(parser.signature, first, name, key=key),
     )
 
 
@@ -64,7 +75,15 @@ def _try_chat_template(config: Config, text: str, log: Log) -> None:
         timeout_s = config.resources.user_code_timeout_s
         chat = [([{"role": "user", "content": text}], options)]
         with waiting(log, template_name, config):
-            render_isolated(template, chat, options, [], template_name, answered=False, timeout_s=timeout_s)
+            render_isolated(
+                template,
+                chat,
+                options,
+                [],
+                template_name,
+                answered=False,
+                timeout_s=timeout_s,
+            )
 
 
 def question(config: Config, record: Record, response: str = "") -> str:

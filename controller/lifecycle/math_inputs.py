@@ -35,10 +35,15 @@ def _examine(config: Config, path: str, records: Sequence[Record]) -> list[str]:
     limit_s = config.resources.user_code_timeout_s
     try:
         examined = ask(
-            "workers.math_answers:examine_answers", answers, timeout_s=limit_s, setting=TIMEOUT_SETTING
+            "workers.math_answers:examine_answers",
+            answers,
+            timeout_s=limit_s,
+            setting=TIMEOUT_SETTING,
         )
     except NoAnswerError as error:
-        raise ConfigError(f"reward.function={MATH}: reading the answers of {path} {error}.") from None
+        raise ConfigError(
+            f"reward.function={MATH}: reading the answers of {path} {error}."
+        ) from None
     share = f"of {count_noun(len(answers), 'examined answer')}"
     lines = list[str]()
     if examined["refused"]:
@@ -50,5 +55,7 @@ def _examine(config: Config, path: str, records: Sequence[Record]) -> list[str]:
     if examined["texts"]:
         place = examined["texts"][0]
         example = f"record {places[place] + 1}: {quote(answers[place])}"
-        lines.append(f"{path}: {len(examined['texts'])} {share} are compared as texts, such as {example}")
+        lines.append(
+            f"{path}: {len(examined['texts'])} {share} are compared as texts, such as {example}"
+        )
     return lines

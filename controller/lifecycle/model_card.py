@@ -52,7 +52,9 @@ def write_card(config: TrainingConfig, folder: Path) -> None:
         tags=["ballast"],
     )
     names = (distribution(), *PACKAGES)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name)
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in names if name
+    )
     text = TEXT.format(
         data=data.to_yaml(),
         mark=MARK,

@@ -75,7 +75,9 @@ def _roles(config: TrainingConfig) -> list[Role]:
         for spec in specs
         for name, model in config.models_of(spec.name).items()
     ]
-    return list({(role.model.path, role.head): role for role in reversed(roles)}.values())[::-1]
+    return list({(role.model.path, role.head): role for role in reversed(roles)}.values())[
+        ::-1
+    ]
 
 
 def check_models(config: TrainingConfig, log: Callable[[str], None] = print) -> None:
@@ -115,12 +117,18 @@ def _check_optimizers(config: TrainingConfig) -> None:
     specs = [config.spec(role) for role in config.training_roles]
     for section in [spec.settings_section for spec in specs if spec.learns]:
         optimizer = value_of(config, f"{section}.optimizer")
-        total = max(optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1)
-        names = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
+        total = max(
+            optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1
+        )
+        names = [
+            name for name in ("function", "schedule_function") if getattr(optimizer, name)
+        ]
         for name in names[:1]:  # a trial is of both
             key = f"{section}.optimizer.{name}"
             timeout_s = config.resources.user_code_timeout_s
-            check_optimizer(key, getattr(optimizer, name), optimizer, total, timeout_s=timeout_s)
+            check_optimizer(
+                key, getattr(optimizer, name), optimizer, total, timeout_s=timeout_s
+            )
 
 
 def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
@@ -141,9 +149,13 @@ def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
         check_model(packed, role.model, config.policy.parallel, head=role.head, **on)
         if role.model.lora.rank:
             add_adapters(packed.model, role.model.lora)
-            lower_base(packed.model, role.model.base_dtype, config.policy.parallel.tensor_parallel)
+            lower_base(
+                packed.model, role.model.base_dtype, config.policy.parallel.tensor_parallel
+            )
     except ConfigError as error:  # the engine, which knows one model, names model.path
-        text = str(error).replace(f"model.path={files.folder}", f"{role.key}={role.model.path}", 1)
+        text = str(error).replace(
+            f"model.path={files.folder}", f"{role.key}={role.model.path}", 1
+        )
         raise type(error)(text) from error
     return packed.model
 
@@ -173,7 +185,9 @@ def _check_tokens(config: TrainingConfig, role: Role) -> None:
     policy, role_vocabulary = (
         load_tokenizer(path).get_vocab() for path in (config.model.path, role.model.path)
     )
-    different = [token for token, number in policy.items() if role_vocabulary.get(token) != number]
+    different = [
+        token for token, number in policy.items() if role_vocabulary.get(token) != number
+    ]
     if different:
         first = min(different, key=policy.__getitem__)
         raise ConfigError(
@@ -184,7 +198,11 @@ def _check_tokens(config: TrainingConfig, role: Role) -> None:
 
 
 def _check_top(config: TrainingConfig, vocabulary: int) -> None:
-    settings = config.algorithm.loss.distillation if isinstance(config, Config) else DistillationConfig()
+    settings = (
+        config.algorithm.loss.distillation
+        if isinstance(config, Config)
+        else DistillationConfig()
+    )
     if settings.over == "top_k" and settings.top_k >= vocabulary:
         raise ConfigError(
             f"algorithm.loss.distillation.top_k={settings.top_k}: model.path={config.model.path} has "
@@ -222,12 +240,16 @@ def _check_token_ids(config: Config, vocabulary: int) -> None:
                     )
 
 
-def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:
+def _check_positions(
+    config: TrainingConfig, key: str, path: str, model: "PreTrainedModel"
+) -> None:
     most = positions(model.config.get_text_config().to_dict())
     longest = config.longest_sequence
     lower = ""
     if isinstance(config, Config):
-        lower = f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
+        lower = (
+            f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
+        )
         longest = max(longest, config.max_model_tokens) if key == "model.path" else longest
     if most is not None and longest > most:
         raise ConfigError(
@@ -244,7 +266,9 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
     text = model.config.get_text_config()
     key = f"model.path={config.model.path}"
     parallel = config.rollout.tensor_parallel
-    fields = Fields(text)  # plain access raises for fields that layers of Gemma 4 have of their own
+    fields = Fields(
+        text
+    )  # plain access raises for fields that layers of Gemma 4 have of their own
     heads = fields.get("num_attention_heads")
     pairs = fields.get("num_key_value_heads") or heads
     if heads and heads % parallel:
@@ -304,7 +328,11 @@ def check_all_weights_are_sent(config: Config, model: "PreTrainedModel") -> None
     )
     lora = config.model.lora
     if lora.sends_adapters:
-        setting = "model.lora.sync=adapters" if lora.policies == 1 else f"model.lora.policies={lora.policies}"
+        setting = (
+            "model.lora.sync=adapters"
+            if lora.policies == 1
+            else f"model.lora.policies={lora.policies}"
+        )
         raise ConfigError(
             f"{key}, which sends adapters alone with {setting}. Set merged and 1 policy, or take the model "
             "in bfloat16."
@@ -401,7 +429,8 @@ def _selection_lines(config: TrainingConfig, role: Role) -> Iterator[str]:
     effect = f"sequences of up to {longest} tokens select all of their tokens"
     if longest > limit:
         effect = (
-            f"in sequences of {limit + 1} to {longest} tokens, engine and trainer may select other tokens"
+            f"in sequences of {limit + 1} to {longest} tokens, engine and trainer "
+            "may select other tokens"
         )
     yield f"selection: {role.key} has {SELECTED_TOKENS}={limit}: {effect}. Its indexers are frozen"
 
@@ -433,7 +462,11 @@ def _measure(role: Role) -> tuple[float, str]:
     layout = role.model.attention_layout()
     attention = role.model.attention if layout == "padded" else "auto"
     model = replace(
-        role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False
+        role.model,
+        attention=attention,
+        layout=layout,
+        forward_layout="same",
+        activation_offload=False,
     )
     try:
         module = LOADERS[role.head](model, torch.float32)

@@ -13,13 +13,22 @@ from workers.errors import ConfigError, Problems
 from workers.user_code.environments import Answered, try_environment
 from workers.user_code.functions import find_class
 from workers.user_code.rewards import MESSAGES, RewardFunction, try_rewards
-from workers.user_code.task_sources import HARBOR, HARBOR_CLASS, OPENENV, find_verifiers_agent, package_of
+from workers.user_code.task_sources import (
+    HARBOR,
+    HARBOR_CLASS,
+    OPENENV,
+    find_verifiers_agent,
+    package_of,
+)
 
 AGENT_TAKES = ("record", "base_url", "api_key")
 
 
 def reward_functions(
-    config: Config, example: Record, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN
+    config: Config,
+    example: Record,
+    log: Log = print,
+    call_functions: GivenFunctions = NONE_GIVEN,
 ) -> tuple[list[RewardFunction], Score | None]:
     """Try the reward functions on `example`, the first record, with an empty response. Raises ConfigError."""
     functions = []
@@ -31,7 +40,9 @@ def reward_functions(
         with problems.collecting():
             function = call_functions.get(name) or import_function(config, log, key, name)
             columns = requested_columns(function.signature, example, name, key=key)
-            functions.append(RewardFunction(name.rpartition(":")[2], weight, function.packed, columns))
+            functions.append(
+                RewardFunction(name.rpartition(":")[2], weight, function.packed, columns)
+            )
     problems.raise_all()
     if functions:
         with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
@@ -40,7 +51,9 @@ def reward_functions(
     return functions, score
 
 
-def find_environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answered | None]:
+def find_environment(
+    config: Config, example: Record, log: Log
+) -> tuple[bytes, Answered | None]:
     key = "rollout.environment"
     name = config.rollout.environment
     if not name or config.rollout.runs_agent:
@@ -61,7 +74,9 @@ def pack_environment(config: Config) -> bytes:
 
         return pack_server_environment(name)
     place = HARBOR_CLASS if package_of(name) == HARBOR else name
-    return find_class(key, place, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
+    return find_class(
+        key, place, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s
+    )
 
 
 def find_agent(config: Config, log: Log) -> bytes:
@@ -80,7 +95,9 @@ def find_agent(config: Config, log: Log) -> bytes:
     if not name or name == HTTP:
         return b""
     agent = import_function(config, log, key, name)
-    if len(agent.signature.required) > len(AGENT_TAKES) or len(agent.signature.names) < len(AGENT_TAKES):
+    if len(agent.signature.required) > len(AGENT_TAKES) or len(agent.signature.names) < len(
+        AGENT_TAKES
+    ):
         raise ConfigError(
             f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so."
         )
@@ -89,6 +106,8 @@ def find_agent(config: Config, log: Log) -> bytes:
 
 def with_messages(config: Config, record: Record) -> Record:
     """The record, with the transcript that reward functions get of an episode of chat messages."""
-    if not config.rollout.plays_episodes or isinstance(prompt := record[config.data.prompt_key], str):
+    if not config.rollout.plays_episodes or isinstance(
+        prompt := record[config.data.prompt_key], str
+    ):
         return record
     return record | {MESSAGES: [*prompt, {"role": "assistant", "content": ""}]}

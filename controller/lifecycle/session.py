@@ -23,7 +23,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from balancing import BalancingError
-from controller.actors.cluster_address import check_cluster, cluster_address, set_local_token
+from controller.actors.cluster_address import (
+    check_cluster,
+    cluster_address,
+    set_local_token,
+)
 from controller.actors.layout import idle_gpus, sum_reserved
 from controller.checkpoints.peer_copies import stop_copies
 from controller.checkpoints.progress import checkpoints_at
@@ -98,7 +102,9 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 
 
 def prepare_start(
-    config: TrainingConfig, read: Callable[[Log], Found], start: Callable[[Found, "Console"], None]
+    config: TrainingConfig,
+    read: Callable[[Log], Found],
+    start: Callable[[Found, "Console"], None],
 ) -> Callable[[], None]:
     """Check machine, cluster and models, read the inputs, and lock the run's folder. Returns how to start the
     run.
@@ -153,12 +159,16 @@ def session(
     live = LiveMetrics(exported.export)
     with exported, ExitStack() as stack:
         with live.phase("start"), compiling_planner() as wait_for_planner:
-            roles = stack.enter_context(launch(config, console, live=live, fit=fit_checkpointing, **launched))
+            roles = stack.enter_context(
+                launch(config, console, live=live, fit=fit_checkpointing, **launched)
+            )
             with console.waiting("the planner, which is compiled once"):
                 wait_for_planner()
         with console.waiting("the checkpoint that run.resume names, or the models"):
             progress = resume(config, roles, console.log, data)
-        trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)
+        trackers, ids = open_trackers(
+            config, progress.trackers, progress.step, console.log, exported
+        )
         progress = replace(progress, trackers=ids)
         # A run that resumes under its own name keeps its records. Under a new name there are none.
         with RunWriter(
@@ -168,17 +178,23 @@ def session(
             timeline=config.tracking.timeline,
             last_step=progress.step,
         ) as writer:
-            yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
+            yield Session(
+                roles, progress, RunRecord(console, live, writer, samples=config.samples)
+            )
 
 
 def is_finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
     """Whether a resumed run has no steps left, and say so. setting: `key=value` that determines
     `last_step`.
     """
-    steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
+    steps = (
+        RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
+    )
     if steps < last_step:
         return False
-    print(f"{config.run_folder} has ended after step {steps}. Raise {setting} to continue it")
+    print(
+        f"{config.run_folder} has ended after step {steps}. Raise {setting} to continue it"
+    )
     return True
 
 
@@ -214,7 +230,9 @@ def rare_collections() -> Iterator[None]:
 
 
 def recovering(
-    attempt: Callable[[Settings, RestartBudget], Found], config: Settings, log: Callable[[str], None]
+    attempt: Callable[[Settings, RestartBudget], Found],
+    config: Settings,
+    log: Callable[[str], None],
 ) -> Found:
     """Return `attempt(config, budget)`, repeated after each LostError with a config that resumes.
 
@@ -235,13 +253,17 @@ def recovering(
         stop_copies(config.run_folder)
 
 
-def _check_recoverable(config: TrainingConfig, budget: RestartBudget, error: LostError) -> None:
+def _check_recoverable(
+    config: TrainingConfig, budget: RestartBudget, error: LostError
+) -> None:
     if not config.run.checkpoint_every and not config.run.peer_copies:
         raise LostError(
             f"{clause(error)}; a run with run.checkpoint_every above 0 would continue."
         ) from error
     if budget.left <= 0:
-        raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
+        raise LostError(
+            f"{clause(error)}; all of run.max_restarts={budget.limit} are used up."
+        ) from error
 
 
 def resuming(config: Settings) -> Settings:
@@ -256,7 +278,9 @@ def resuming(config: Settings) -> Settings:
 
 def what_is_left(config: TrainingConfig) -> str:
     checkpoints = checkpoints_at(config.run_folder)
-    models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
+    models = sorted(
+        path.parent.name for path in config.run_folder.glob("model*/config.json")
+    )
     models_text = f"saved are {', '.join(models)}" if models else "no model is saved"
     if not checkpoints:
         return f"there is no checkpoint to resume from, and {models_text}"
@@ -303,7 +327,9 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
         with log_if_slow(log, f"pushing {folder / 'model'} to {repository}"):
             address = api.create_repo(repository, private=True, exist_ok=True)
             message = f"{config.run.name}: {config.headline}"
-            api.upload_folder(repo_id=repository, folder_path=folder / "model", commit_message=message)
+            api.upload_folder(
+                repo_id=repository, folder_path=folder / "model", commit_message=message
+            )
             for name in BESIDE:
                 if (folder / name).is_dir():
                     api.upload_folder(
@@ -334,7 +360,10 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         return
     # Without an address, Ray would join the cluster last started on this machine.
     address = cluster_address(config)
-    options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
+    options: dict[str, Any] = {
+        "log_to_driver": console.kept is not None,
+        "logging_level": "ERROR",
+    }
     if address == "local":
         set_local_token()
         cores = max(os.cpu_count() or 1, math.ceil(sum_reserved(config, "CPU")))
@@ -344,16 +373,29 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             "dashboard_host": "127.0.0.1",
         }
         options["_temp_dir"] = str(ray_folder())
-    console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
+    console.log(
+        "starting a local Ray"
+        if address == "local"
+        else f"joining the Ray cluster at {address}"
+    )
     try:
-        with console.waiting("Ray"), started_apart() if address == "local" else nullcontext():
+        with (
+            console.waiting("Ray"),
+            started_apart() if address == "local" else nullcontext(),
+        ):
             context = ray.init(address=address, **options)
     # ray.init raises bare Exceptions too, where a local Ray does not come up in time.
     except Exception as error:
         if address == "local":
             late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
-            hint = "Is the machine overloaded?" if late else f"Ray's logs are below {ray_folder()}."
-            raise ResourceError(f"a local Ray did not start: {clause(error)}. {hint}") from error
+            hint = (
+                "Is the machine overloaded?"
+                if late
+                else f"Ray's logs are below {ray_folder()}."
+            )
+            raise ResourceError(
+                f"a local Ray did not start: {clause(error)}. {hint}"
+            ) from error
         raise ResourceError(
             f"Ray at {address} could not be reached: {clause(error)}. Check resources.ray_address or "
             "RAY_ADDRESS, and that both sides use the same token (RAY_AUTH_MODE)."
@@ -361,13 +403,17 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if in_main_thread():
         signal.signal(signal.SIGTERM, interrupt)  # ray.init replaces this handler
     if context.dashboard_url:
-        console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
+        console.log(
+            f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)"
+        )
     with ExitStack() as stack:
         if console.kept is not None:
             stack.enter_context(rays_logging_in(console.kept))
         stack.callback(_shut_down, console)
         if address == "local":
-            stack.enter_context(_raylet_watched(config))  # until the shutdown begins, which ends the raylet
+            stack.enter_context(
+                _raylet_watched(config)
+            )  # until the shutdown begins, which ends the raylet
         _warn_of_idle_gpus(config, console)
         yield
 
@@ -392,7 +438,9 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
     """Print an error if a local raylet ends in the block, because Ray then ends this process silently."""
     import psutil
 
-    raylets = [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
+    raylets = [
+        child.pid for child in psutil.Process().children() if child.name() == "raylet"
+    ]
     over = threading.Event()
 
     def watch(pid: int) -> None:
@@ -401,7 +449,8 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if not over.is_set():
             print(
-                f"error: Ray's raylet ended with {_raylet_end(end)}; {what_is_left(config)}.", file=sys.stderr
+                f"error: Ray's raylet ended with {_raylet_end(end)}; {what_is_left(config)}.",
+                file=sys.stderr,
             )
 
     for pid in raylets:
@@ -424,8 +473,13 @@ def _raylet_end(end: os.waitid_result | None) -> str:
 def _fail(error: Exception, code: int) -> int:
     errors = error.errors if isinstance(error, CombinedConfigError) else [error]
     for single in errors:
-        is_one_line = code == 2 or isinstance(single, OSError)  # a failed run may print a worker's traceback
-        print(f"error: {one_line(single) if is_one_line else without_control(str(single))}", file=sys.stderr)
+        is_one_line = code == 2 or isinstance(
+            single, OSError
+        )  # a failed run may print a worker's traceback
+        print(
+            f"error: {one_line(single) if is_one_line else without_control(str(single))}",
+            file=sys.stderr,
+        )
     return code
 
 

@@ -17,7 +17,12 @@ from workers.json_file import read_json
 from workers.rendering import Messages, Options, render_isolated
 
 WIDTH = 80
-TITLES = {"plain": "plain", "reasoning": "reasoning", "calls": "calls", "both": "reasoning + calls"}
+TITLES = {
+    "plain": "plain",
+    "reasoning": "reasoning",
+    "calls": "calls",
+    "both": "reasoning + calls",
+}
 ROLES = {"user": "user", "tool": "tool", "tools": "two tools"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -69,7 +74,13 @@ def examine(
     """Examine a template as `render_isolated` does."""
     tokens = special_tokens(model.folder) if model else {}
     mapping = render_isolated(
-        template, prompts, options, list(tokens), name, answered=answered, timeout_s=timeout_s
+        template,
+        prompts,
+        options,
+        list(tokens),
+        name,
+        answered=answered,
+        timeout_s=timeout_s,
     )
     if mapping is None:
         return None
@@ -84,9 +95,18 @@ def examine(
     file = model.folder / "generation_config.json"
     bos = tokens.get(template.special_tokens.get("bos_token", ""))
     settings = read_json(file, "model.path") if file.is_file() else {}
-    sampling = {key: settings[key] for key in SAMPLING if isinstance(settings.get(key), (int, float))}
+    sampling = {
+        key: settings[key]
+        for key in SAMPLING
+        if isinstance(settings.get(key), (int, float))
+    }
     return Examined(
-        name, findings, tokens, stops, sampling, bos is not None and _first_id(model.folder) == bos
+        name,
+        findings,
+        tokens,
+        stops,
+        sampling,
+        bos is not None and _first_id(model.folder) == bos,
     )
 
 
@@ -95,7 +115,9 @@ def _first_id(folder: Path) -> int | None:
         return None
     from tokenizers import Tokenizer
 
-    return next(iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode("x").ids), None)
+    return next(
+        iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode("x").ids), None
+    )
 
 
 def table_lines(findings: TemplateFindings) -> list[str]:
@@ -108,7 +130,10 @@ def table_lines(findings: TemplateFindings) -> list[str]:
         lines.append(
             [
                 ROLES[role],
-                *(f"{case.outcome} {letters.get(case.change, '')}" if case else "" for case in cases),
+                *(
+                    f"{case.outcome} {letters.get(case.change, '')}" if case else ""
+                    for case in cases
+                ),
             ]
         )
     return list(map(_join_cells, lines))
@@ -128,7 +153,10 @@ def short_lines(report: Examined, *, turns_follow: bool) -> list[str]:
     ends = ", ".join(report.findings.ends) or "nothing"
     reads = ", ".join(report.findings.arguments) or "no arguments, no tools"
     table = [f"    {line}" for line in table_lines(report.findings)] if turns_follow else []
-    lines = [f"{report.name} reads {reads}. A turn ends with {ends}. More: `ballast template`", *table]
+    lines = [
+        f"{report.name} reads {reads}. A turn ends with {ends}. More: `ballast template`",
+        *table,
+    ]
     system = report.findings.system
     if turns_follow and report.findings.system_matters:
         lines.append(f"    after a system message: {system.outcome}: {system.change}")
@@ -141,12 +169,16 @@ def page(report: Examined) -> list[str]:
     facts = {
         "reads": ", ".join(findings.arguments) or "no arguments, no tools",
         "a turn begins with": repr(findings.begin),
-        "a turn ends with": ", ".join(_end(report, end, turns) for end, turns in findings.ends.items())
+        "a turn ends with": ", ".join(
+            _end(report, end, turns) for end, turns in findings.ends.items()
+        )
         or "nothing",
         "bos_token": _bos(report),
     }
     if findings.system_matters:
-        facts["after a system message"] = f"{findings.system.outcome}: {findings.system.change}"
+        facts["after a system message"] = (
+            f"{findings.system.outcome}: {findings.system.change}"
+        )
     if report.stops:
         facts["engines stop at"] = ", ".join(_token(report, stop) for stop in report.stops)
     if report.sampling:
@@ -169,13 +201,19 @@ def page(report: Examined) -> list[str]:
 
 
 def _end(report: Examined, end: str, turns: Sequence[str]) -> str:
-    kinds = "" if len(report.findings.ends) == 1 else f" ({', '.join(TITLES[turn] for turn in turns)})"
+    kinds = (
+        ""
+        if len(report.findings.ends) == 1
+        else f" ({', '.join(TITLES[turn] for turn in turns)})"
+    )
     stops = not report.stops or report.tokens.get(end) in report.stops
     return f"{end}{kinds}{'' if stops else ', where engines do not stop'}"
 
 
 def _token(report: Examined, number: int) -> str:
-    text = next((text for text, token_id in report.tokens.items() if token_id == number), "")
+    text = next(
+        (text for text, token_id in report.tokens.items() if token_id == number), ""
+    )
     return f"{text} ({number})" if text else f"{number}"
 
 

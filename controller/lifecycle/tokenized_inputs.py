@@ -13,7 +13,13 @@ from controller.config import Config, TrainingConfig
 from controller.config.model_files import positions, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.role_table import path_setting
-from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
+from controller.data.image_columns import (
+    COMPARED,
+    blind_images,
+    image_columns,
+    reads_images,
+    texts_of,
+)
 from controller.data.prompts import (
     Prompt,
     PromptDataset,
@@ -59,7 +65,9 @@ class Inputs(Tried):
         )
 
 
-def read_inputs(config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN) -> Inputs:
+def read_inputs(
+    config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN
+) -> Inputs:
     return tokenize_inputs(config, try_inputs(config, log, call_functions), log)
 
 
@@ -84,20 +92,30 @@ def tokenize_inputs(config: Config, tried_inputs: Tried, log: Log = print) -> In
         options = run_options(config, tried_inputs.tools)
         if config.rollout.tools:
             answer = [{"role": "tool", "content": "three"}]
-            check_template(renderer, config.model.path, options, key="rollout.tools", answer=answer)
+            check_template(
+                renderer, config.model.path, options, key="rollout.tools", answer=answer
+            )
         else:
             check_template(renderer, config.model.path, options, key="rollout.environment")
     blind = _blind_images(config, tried_inputs.train | tried_inputs.held_out)
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
         dataset(
-            rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried_inputs.curriculum
+            rows,
+            shuffle=data.shuffle,
+            seed=config.run.seed,
+            name=path,
+            curriculum=tried_inputs.curriculum,
         )
         for path, rows in tried_inputs.train.items()
     ]
     _check_teacher_context(config, sources)
     _check_patches(config, sources, tried_inputs)
-    unread = [] if reads_records(config) else _unread_columns(config, tried_inputs, blind, chats=chats)
+    unread = (
+        []
+        if reads_records(config)
+        else _unread_columns(config, tried_inputs, blind, chats=chats)
+    )
     untaught = replace(rules, context_key="")
     validation = [
         dataset(rows, rules=untaught, shuffle=False, name=path)
@@ -143,10 +161,15 @@ def _check_teacher_context(config: Config, sources: Sequence[PromptDataset]) -> 
             )
 
 
-def _check_patches(config: Config, sources: Sequence[PromptDataset], tried_inputs: Tried) -> None:
+def _check_patches(
+    config: Config, sources: Sequence[PromptDataset], tried_inputs: Tried
+) -> None:
     """Raise ConfigError if the images of a prompt have more patches than a micro-batch may."""
     if cap := config.policy.max_patches_per_micro_batch:
-        patches = max(source.most_image_tokens for source in sources) * tried_inputs.cost_model.patches
+        patches = (
+            max(source.most_image_tokens for source in sources)
+            * tried_inputs.cost_model.patches
+        )
         if patches > cap:
             raise ConfigError(
                 f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} "
@@ -168,30 +191,45 @@ def reads_records(config: Config) -> bool:
     )
 
 
-def _unread_columns(config: Config, tried_inputs: Tried, blind: Sequence[str], *, chats: bool) -> list[str]:
+def _unread_columns(
+    config: Config, tried_inputs: Tried, blind: Sequence[str], *, chats: bool
+) -> list[str]:
     """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns
     too.
     """
     data = tried_inputs.train | tried_inputs.held_out
     names = {name for rows in data.values() for row in rows[:COMPARED] for name in row}
-    of_functions = {name for function in tried_inputs.reward_functions for name in function.columns}
-    of_functions |= {name for function in tried_inputs.functions.values() for name in function.names}
+    of_functions = {
+        name for function in tried_inputs.reward_functions for name in function.columns
+    }
+    of_functions |= {
+        name for function in tried_inputs.functions.values() for name in function.names
+    }
     of_images = {
-        name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind
+        name
+        for rows in data.values()
+        for name in image_columns(rows, config.data.image_key)
+        if blind
     }
     of_chats = CHATS if chats else set()
-    return unread_columns(data, {*names_in(config, names), *of_functions, *of_images, *of_chats})
+    return unread_columns(
+        data, {*names_in(config, names), *of_functions, *of_images, *of_chats}
+    )
 
 
 def task_warnings(config: Config) -> list[str]:
     """Return warnings of what stands in folders of tasks and has no effect."""
-    named = dict.fromkeys([*config.data.weights, config.data.validation, config.rollout.environment])
+    named = dict.fromkeys(
+        [*config.data.weights, config.data.validation, config.rollout.environment]
+    )
     folders = [text for text in named if package_of(text) == HARBOR]
     if not folders:
         return []
     from workers.harbor.task_folders import unread_lines
 
-    return [line for text in folders for line in unread_lines(text, config.rollout.sandbox.kind)]
+    return [
+        line for text in folders for line in unread_lines(text, config.rollout.sandbox.kind)
+    ]
 
 
 def _blind_images(config: Config, data: Mapping[str, list[Record]]) -> list[str]:
@@ -207,9 +245,13 @@ def _blind_images(config: Config, data: Mapping[str, list[Record]]) -> list[str]
     return warnings
 
 
-def prompt_renderer(config: Config, tools: Sequence[Any], log: Log = print) -> tuple[Renderer, PromptRules]:
+def prompt_renderer(
+    config: Config, tools: Sequence[Any], log: Log = print
+) -> tuple[Renderer, PromptRules]:
     """Return what turns records into prompts. tools: schemas of rollout.tools."""
-    renderer = replace(load_renderer(config, log), continue_last=config.data.continue_last_message)
+    renderer = replace(
+        load_renderer(config, log), continue_last=config.data.continue_last_message
+    )
     return renderer, prompt_rules(config, tools)
 
 
@@ -249,7 +291,9 @@ def _as_read(tokenizer: Any, prompt: Prompt) -> str:
 
 
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
-    with log_if_slow(log, f"loading torch, and the tokenizer of model.path={config.model.path}"):
+    with log_if_slow(
+        log, f"loading torch, and the tokenizer of model.path={config.model.path}"
+    ):
         from workers.model.model import load_tokenizer
         from workers.model.vision.processor import load_placeholders
 
@@ -257,10 +301,14 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
         placeholders = load_placeholders(config.model.path)
     vocabulary = config.vocabulary
     timeout_s = config.resources.user_code_timeout_s
-    renderer = Renderer.with_template(tokenizer, config.model.chat_template, vocabulary, timeout_s)
+    renderer = Renderer.with_template(
+        tokenizer, config.model.chat_template, vocabulary, timeout_s
+    )
     renderer = replace(renderer, placeholders=placeholders)
     if tokenizer.eos_token_id is not None:
-        renderer.check_ids([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
+        renderer.check_ids(
+            [tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}"
+        )
     if loses_blanks(tokenizer):
         renderer.unread["blanks"] = (
             f"model.path={config.model.path}: its tokenizer loses blanks and line breaks. Rewards, "

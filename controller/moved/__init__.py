@@ -11,7 +11,8 @@ from typing import NoReturn
 def run_moved(earlier: str, name: str) -> NoReturn:
     """Say the command's new name, run it with this process's arguments, and exit with its code."""
     print(
-        f"python -m controller.{earlier} is now `ballast {name}` (python -m ballast {name}).", file=sys.stderr
+        f"python -m controller.{earlier} is now `ballast {name}` (python -m ballast {name}).",
+        file=sys.stderr,
     )
     # By name: nothing in controller imports ballast.
     sys.exit(importlib.import_module("ballast.commands").main([name, *sys.argv[1:]]))

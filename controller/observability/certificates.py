@@ -28,10 +28,17 @@ class Certificate:
     @property
     def line(self) -> str:
         """Summarise the findings, naming those that are certain."""
-        names = [[row["name"] for row in self.findings if row["level"] == level] for level in LEVELS]
+        names = [
+            [row["name"] for row in self.findings if row["level"] == level]
+            for level in LEVELS
+        ]
         certain, likely, notes = names
         defects = f"{count_noun(len(certain), 'certain defect')}, {len(likely)} likely"
-        named = f": {', '.join(dict.fromkeys([*certain, *likely]))}" if certain or likely else ""
+        named = (
+            f": {', '.join(dict.fromkeys([*certain, *likely]))}"
+            if certain or likely
+            else ""
+        )
         age = ". The data are newer: certify them again" if self.is_older else ""
         return without_control(
             f"{self.path} (level {self.level}): {defects}, {count_noun(len(notes), 'note')}{named}{age}"
@@ -56,12 +63,20 @@ def read_certificate(paths: Iterable[str]) -> Certificate | None:
         return None
     try:
         content: Any = json.loads(file.read_bytes())
-        rows = [{name: str(value) for name, value in row.items()} for row in content["findings"]]
-        findings = tuple(row for row in rows if {"name", "level", "problem", "place"} <= row.keys())
+        rows = [
+            {name: str(value) for name, value in row.items()} for row in content["findings"]
+        ]
+        findings = tuple(
+            row for row in rows if {"name", "level", "problem", "place"} <= row.keys()
+        )
         if not set(paths) & set(content["data"]):
             return None
         written = file.stat().st_mtime
-        newer = [path for path in paths if Path(path).exists() and Path(path).stat().st_mtime > written]
+        newer = [
+            path
+            for path in paths
+            if Path(path).exists() and Path(path).stat().st_mtime > written
+        ]
         return Certificate(file, str(content["level"]), findings, bool(newer))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -18,7 +18,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, TextIO, TypeVar
@@ -92,7 +98,13 @@ COLUMNS = (
     Column("explained", "critic/explained_variance", ".2f", 8),
     Column("mismatch", "policy/rollout_mismatch_max", ".1e", 2, differs),
     Column("imbalance given", "balance/imbalance_before/micro_steps", ".1%", 4, is_uneven),
-    Column("Karmarkar-Karp", "balance/imbalance_karmarkar_karp/micro_steps", ".2%", 4, is_uneven),
+    Column(
+        "Karmarkar-Karp",
+        "balance/imbalance_karmarkar_karp/micro_steps",
+        ".2%",
+        4,
+        is_uneven,
+    ),
     Column("planned", "balance/imbalance/micro_steps", ".2%", 2, is_uneven),
     Column("epoch", "data/epoch", ".2f", 9),
     Column("tokens/s", "throughput/tokens_per_s", ",.0f", 4),
@@ -107,7 +119,9 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
         for name in metrics
         if name.startswith("reward/") and name not in (*SPREAD, FAILURES.metric)
     ]
-    several = bool(metrics.get("balance/imbalance_before/micro_steps"))  # one rank has no imbalance
+    several = bool(
+        metrics.get("balance/imbalance_before/micro_steps")
+    )  # one rank has no imbalance
     return [
         Cell(column.label, f"{metrics[column.metric]:{column.form}}", column.rank)
         for column in (REWARD, FAILURES, *parts, *COLUMNS)
@@ -117,10 +131,15 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
     ]
 
 
-def fit_cells(cells: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> list[Cell]:
+def fit_cells(
+    cells: Sequence[Cell], width: int, length: Callable[[Cell], int]
+) -> list[Cell]:
     """Return the cells that fit `width` characters. length: characters of a cell."""
     row_cells = list(cells)
-    while len(row_cells) > 1 and sum(map(length, row_cells)) + len(GAP) * (len(row_cells) - 1) > width:
+    while (
+        len(row_cells) > 1
+        and sum(map(length, row_cells)) + len(GAP) * (len(row_cells) - 1) > width
+    ):
         row_cells.remove(max(reversed(row_cells), key=lambda cell: cell.rank))
     return row_cells
 
@@ -128,7 +147,9 @@ def fit_cells(cells: Sequence[Cell], width: int, length: Callable[[Cell], int]) 
 def label_cells(cells: Sequence[Cell], width: int | None = None) -> str:
     """Write labels and values in a line, all of them without `width`."""
     form = "{0.label} {0.value}".format
-    row_cells = cells if width is None else fit_cells(cells, width, lambda cell: len(form(cell)))
+    row_cells = (
+        cells if width is None else fit_cells(cells, width, lambda cell: len(form(cell)))
+    )
     return GAP.join(map(form, row_cells))
 
 
@@ -188,7 +209,9 @@ class LiveLine:
     def row(self, now: float) -> Text:
         """Draw the line at time `now`."""
         name, began = self.phases[-1] if self.phases else ("", now)
-        countdown = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
+        countdown = (
+            "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
+        )
         parts = [
             (self.step, "bold"),
             (clock(now - self.began) + countdown, ""),
@@ -204,7 +227,9 @@ class LiveLine:
         parts += [(sparkline(self.rewards), ""), (self.note, "dim")]
         spinner = SPINNER[int(now * REFRESHES_PER_SECOND) % len(SPINNER)]
         row = Text(f"{spinner} ", no_wrap=True, overflow="ellipsis")
-        return row.append_text(Text("  ").join(Text(text, style) for text, style in parts if text))
+        return row.append_text(
+            Text("  ").join(Text(text, style) for text, style in parts if text)
+        )
 
     def line(self) -> str:
         """Write step and phase in a line, for a log. Other threads may end them meanwhile."""
@@ -219,15 +244,21 @@ class LiveLine:
 class Console:
     """Prints to standard output. Phases and rounds may come from several threads."""
 
-    def __init__(self, console: rich.console.Console | None = None, *, verbose: bool = False) -> None:
+    def __init__(
+        self, console: rich.console.Console | None = None, *, verbose: bool = False
+    ) -> None:
         """console: where to print instead. verbose: show imbalances and mismatch at every step."""
         # Not sys.stdout at each call: `run_log` replaces it, and would keep the live line too.
-        self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
+        self._console = console or plain_console(
+            sys.stdout, force_terminal=sys.stdout.isatty()
+        )
         self._verbose = verbose
         self._table = StepTable()
         self._status = LiveLine()
         self._lock = RLock()
-        self._first: tuple[int, float] | None = None  # the first step of this process, and its start
+        self._first: tuple[int, float] | None = (
+            None  # the first step of this process, and its start
+        )
         self._live: Live | None = None
         self._heartbeat = ExitStack()
         self.kept: TextIO | None = None  # the log that also gets lines and tables
@@ -325,7 +356,9 @@ class Console:
     def _start(self) -> None:
         if not self._console.is_interactive:
             rhythm = {"delay": HEARTBEAT_SECONDS, "every": HEARTBEAT_SECONDS}
-            self._heartbeat.enter_context(log_if_slow(self.log, self._status.line, **rhythm))
+            self._heartbeat.enter_context(
+                log_if_slow(self.log, self._status.line, **rhythm)
+            )
             return
         self._live = Live(
             get_renderable=lambda: self._status.row(time.monotonic()),
@@ -350,7 +383,11 @@ class Console:
         times = [
             Cell("step", _of(step, steps), 0),
             Cell("elapsed", clock(now - status.began), 5),
-            *([Cell("left", clock(status.ends - now), 1)] if status.ends is not None else []),
+            *(
+                [Cell("left", clock(status.ends - now), 1)]
+                if status.ends is not None
+                else []
+            ),
         ]
         seen = self._table.widths
         row_cells = times + cells(metrics, lambda label: self._verbose or label in seen)
@@ -361,7 +398,9 @@ class Console:
             else [label_cells(row_cells, width)]
         )
         for line in lines:
-            self._console.print(Text(line, "" if line is lines[-1] else "dim"), soft_wrap=True)
+            self._console.print(
+                Text(line, "" if line is lines[-1] else "dim"), soft_wrap=True
+            )
         self._keep(label_cells(times + cells(metrics, lambda label: True)))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
@@ -372,7 +411,9 @@ class Console:
 
     def completions(self, rows: Sequence[Row]) -> None:
         """Print samples, see `RunRecord.examples`: agents' sessions as trees, others as a table."""
-        table = Table("prompt", "sample", "response", title="completions", title_justify="left")
+        table = Table(
+            "prompt", "sample", "response", title="completions", title_justify="left"
+        )
         recorded_names = {name for row in rows for name in row}
         names = [name for name in ("reward", "advantage") if name in recorded_names]
         for name in names:
@@ -394,11 +435,16 @@ class Console:
 
 def plain_console(file: TextIO, **options: Any) -> rich.console.Console:
     """Create a console that prints only to `file`, not also into a notebook's cell."""
-    return rich.console.Console(file=file, highlight=False, soft_wrap=True, force_jupyter=False, **options)
+    return rich.console.Console(
+        file=file, highlight=False, soft_wrap=True, force_jupyter=False, **options
+    )
 
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:
     """Draw one character per value, scaled from lowest to highest."""
     low = min(values, default=0.0)
     high = max(values, default=0.0)
-    return "".join(BLOCKS[round((value - low) / (high - low or 1.0) * (len(BLOCKS) - 1))] for value in values)
+    return "".join(
+        BLOCKS[round((value - low) / (high - low or 1.0) * (len(BLOCKS) - 1))]
+        for value in values
+    )

@@ -73,7 +73,9 @@ class Health:
     """Watches a run's steps. samples: whether engines sample from the policy while it learns."""
 
     def __init__(self, *, samples: bool = True) -> None:
-        self._symptoms = tuple(symptom for symptom in SYMPTOMS if samples or not symptom.sampling)
+        self._symptoms = tuple(
+            symptom for symptom in SYMPTOMS if samples or not symptom.sampling
+        )
         self._first: dict[str, float] = {}
         self._in_a_row = dict.fromkeys((symptom.metric for symptom in self._symptoms), 0)
 
@@ -91,7 +93,9 @@ class Health:
             if value and math.isfinite(value):
                 self._first.setdefault(name, value)
             first = self._first.get(name, 0.0)
-            self._in_a_row[name] = self._in_a_row[name] + 1 if symptom.seen(value, first) else 0
+            self._in_a_row[name] = (
+                self._in_a_row[name] + 1 if symptom.seen(value, first) else 0
+            )
             if self._in_a_row[name] == STEPS:
                 text = symptom.description.format(value=value, first=first)
                 descriptions[name] = f"steps {step - STEPS + 1} to {step}: {text}"

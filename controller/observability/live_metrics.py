@@ -53,7 +53,9 @@ class LiveMetrics:
 
     def engine_state(self, replica: int, state: Enum) -> None:
         for member in type(state):
-            self._gauge(f"engine/state/{replica}/{member.name.lower()}", float(member is state))
+            self._gauge(
+                f"engine/state/{replica}/{member.name.lower()}", float(member is state)
+            )
 
     def queues(self, waiting: int, in_flight: Sequence[int]) -> None:
         """Export the number of requests without an engine, and in each engine."""
@@ -75,10 +77,14 @@ class LiveMetrics:
         ):
             for value in batch[column].tolist():
                 self._export(name, value)
-        for quantile, value in zip(QUANTILES, np.quantile(batch["reward"], QUANTILES).tolist(), strict=True):
+        for quantile, value in zip(
+            QUANTILES, np.quantile(batch["reward"], QUANTILES).tolist(), strict=True
+        ):
             self._export(f"sample/reward/{quantile:g}", value)
 
-    def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
+    def micro_steps(
+        self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel
+    ) -> None:
         """Export a step's micro-steps by the rank's actor, with their planned costs."""
         for actor, actor_times in times.items():
             for time in actor_times:
@@ -106,10 +112,16 @@ def rank_seconds(
     for actor, actor_times in times.items():
         for time in actor_times:
             cost = np.dot(cost_model.coefficients, time.sums)
-            for total in (ranks[actor, time.name], roles[actor.partition(" ")[0], time.name]):
+            for total in (
+                ranks[actor, time.name],
+                roles[actor.partition(" ")[0], time.name],
+            ):
                 total += (time.seconds, cost)
     predicted = {}
     for (actor, name), (seconds, cost) in ranks.items():
         role_seconds, role_cost = roles[actor.partition(" ")[0], name]
-        predicted[actor, name] = float(seconds), float(cost * role_seconds / (role_cost or 1.0))
+        predicted[actor, name] = (
+            float(seconds),
+            float(cost * role_seconds / (role_cost or 1.0)),
+        )
     return predicted

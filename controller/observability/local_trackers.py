@@ -59,7 +59,8 @@ class SwanLabTracker(Tracker):
     def close(self, *, succeeded: bool) -> None:
         with _silent():
             self._run.finish(
-                state="success" if succeeded else "crashed", error=None if succeeded else "failed"
+                state="success" if succeeded else "crashed",
+                error=None if succeeded else "failed",
             )
 
 
@@ -93,12 +94,16 @@ class TrackioTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step. Trackio keeps numbers in JSON, which has no NaN: such values are null."""
         with _silent():
-            self._run.log({name: finite(value) for name, value in metrics.items()}, step=step)
+            self._run.log(
+                {name: finite(value) for name, value in metrics.items()}, step=step
+            )
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         table = tabular(rows)
         with _silent():
-            trackio_table = self._table(columns=table["columns"], data=table["data"], allow_mixed_types=True)
+            trackio_table = self._table(
+                columns=table["columns"], data=table["data"], allow_mixed_types=True
+            )
             self._run.log({name: trackio_table}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
@@ -114,7 +119,9 @@ def _starting(name: str, fix: str) -> Iterator[None]:
         with _silent():
             yield
     except Exception as error:
-        raise ConfigError(f"tracking.{name}: {one_line(error).rstrip('.')}. {fix}.") from error
+        raise ConfigError(
+            f"tracking.{name}: {one_line(error).rstrip('.')}. {fix}."
+        ) from error
 
 
 @contextmanager

@@ -40,7 +40,9 @@ def page() -> str:
 
 
 def _table(title: str, specs: list[MetricSpec]) -> str:
-    name, row, text = ("live", _live_row, LIVE_INTRODUCTION) if title == LIVE else ("metrics", _row, "")
+    name, row, text = (
+        ("live", _live_row, LIVE_INTRODUCTION) if title == LIVE else ("metrics", _row, "")
+    )
     lines = [HEADS[name], ("---",) * 5, *map(row, specs)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f'{text}\n<div class="keys {name}" markdown>\n\n{table}\n\n</div>\n'
@@ -53,7 +55,13 @@ def _row(spec: MetricSpec) -> tuple[str, ...]:
 
 def _live_row(spec: MetricSpec) -> tuple[str, ...]:
     labels = ", ".join(f"`{label}`" for label in spec.labels)
-    return f"`{spec.series}` ({spec.prometheus_kind})", labels, spec.unit, spec.meaning, spec.when
+    return (
+        f"`{spec.series}` ({spec.prometheus_kind})",
+        labels,
+        spec.unit,
+        spec.meaning,
+        spec.when,
+    )
 
 
 if __name__ == "__main__":

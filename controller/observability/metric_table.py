@@ -92,7 +92,10 @@ class MetricSpec:
         """Regular expression for the family's names, with the labels as groups."""
         parts = re.split(r"\{(\w+)\}", self.name)
         return re.compile(
-            "".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+            "".join(
+                f"(?P<{part}>.+)" if i % 2 else re.escape(part)
+                for i, part in enumerate(parts)
+            )
         )
 
 

@@ -10,7 +10,9 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from controller.observability.metric_table import BUCKETS, Kind, MetricSpec, spec_of
 
-REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms at most every second
+REPEAT_SECONDS = (
+    0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms at most every second
+)
 _so_far: dict[tuple[str, str], float] = {}
 """Last value of each total by run and name. Global, like Ray's counters, which a recovered run continues."""
 
@@ -67,14 +69,18 @@ class RayMetrics:
         self._ended.set()
         self._thread.join()
 
-    def _metric(self, spec: MetricSpec, labels: tuple[str, ...]) -> Gauge | Counter | Histogram:
+    def _metric(
+        self, spec: MetricSpec, labels: tuple[str, ...]
+    ) -> Gauge | Counter | Histogram:
         name = spec.exported_name
         if name not in self._exported:
             text = f"{spec.meaning} [{spec.unit}]" if spec.unit else spec.meaning
             if spec.kind is Kind.HISTOGRAM:
                 self._exported[name] = Histogram(name, text, BUCKETS[spec.unit], labels)
             else:
-                self._exported[name] = (Gauge if spec.kind is Kind.GAUGE else Counter)(name, text, labels)
+                self._exported[name] = (Gauge if spec.kind is Kind.GAUGE else Counter)(
+                    name, text, labels
+                )
         return self._exported[name]
 
 

@@ -21,9 +21,13 @@ def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[dict[s
 
     records = []
     for node in nodes:
-        record = {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
+        record = {
+            name: finite(value) if isinstance(value, float) else value
+            for name, value in node.items()
+        }
         record["messages"] = [
-            {"role": message["role"], "content": text_of(message)} for message in node["messages"]
+            {"role": message["role"], "content": text_of(message)}
+            for message in node["messages"]
         ]
         record["said"] = text_of(node["said"])
         records.append(record)

@@ -41,7 +41,14 @@ from controller.observability.shown_text import redact, shorten
 FILE = "report.html"
 TEXT = 600  # characters of a prompt, or a response, in a table
 SHOWN_SAMPLES = 12
-BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
+BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = (
+    "#2f7fb8",
+    "#3a9679",
+    "#d9902f",
+    "#c2566a",
+    "#8069b0",
+    "#7d8491",
+)
 COLOURS = (BLUE, GREEN, AMBER, ROSE, VIOLET, GREY)
 """Maximum number of distinguishable lines in a panel."""
 SIZE = (5.0, 2.8)
@@ -72,7 +79,11 @@ STYLE: Any = {
     "grid.alpha": 0.2,
     "lines.linewidth": 1.8,
     "lines.markersize": 3.5,
-    **{f"{axis}tick.{part}": value for axis in "xy" for part, value in (("color", INK), ("labelsize", 9))},
+    **{
+        f"{axis}tick.{part}": value
+        for axis in "xy"
+        for part, value in (("color", INK), ("labelsize", 9))
+    },
     "legend.borderaxespad": 0.0,
     "legend.columnspacing": 1.2,
     "legend.fontsize": LEGEND_POINTS,
@@ -81,11 +92,20 @@ STYLE: Any = {
     "legend.handletextpad": 0.5,
     "legend.labelcolor": INK,
 }
-PHASES = dict(zip(("rollout", "plan", "log_probs", "advantages", "update", "weights"), COLOURS, strict=True))
+PHASES = dict(
+    zip(
+        ("rollout", "plan", "log_probs", "advantages", "update", "weights"),
+        COLOURS,
+        strict=True,
+    )
+)
 WHEN = ("_before", "_karmarkar_karp", "")
 NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
 IMAGE = re.compile(r"images/[0-9a-f]{16}\.png")
-NUMBER, CODE = "n", "t"  # classes of the page's style sheet: right-aligned, and in the letters of code
+NUMBER, CODE = (
+    "n",
+    "t",
+)  # classes of the page's style sheet: right-aligned, and in the letters of code
 # Columns that hold the expected answer in common data sets, by preference.
 EXPECTED = (
     "answer",
@@ -137,14 +157,18 @@ def write_report(folder: Path) -> Path:
     run = RunFolder(folder)
     config = load_recorded(folder / "config.yaml")
     loader = PackageLoader("controller.observability", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
     page = environment.get_template(FILE).render(
         name=redact(config.run.name),
         lead=redact(config.headline),
         cards=_cards(run, config),
         warnings=[*warnings(run.metrics, samples=config.samples), *failure_lines(run)],
         sections=_sections(run, config),
-        tables=[table for table in (*_tables(run), *certificate_table(config)) if table.rows],
+        tables=[
+            table for table in (*_tables(run), *certificate_table(config)) if table.rows
+        ],
         sessions=_sessions(run),
         command="`--settings` behind the command explains every key",
         config=redact((folder / "config.yaml").read_text(encoding="utf-8")),
@@ -163,28 +187,45 @@ def failure_lines(run: RunFolder) -> list[str]:
         count = sum(row["count"] for row in rows)
         steps = count_noun(len({row["step"] for row in rows}), "step")
         first = shorten(str(rows[0]["first"]), TEXT)
-        lines.append(redact(f"{kind}: {count} in {steps}, the first at step {rows[0]['step']}: {first}"))
+        lines.append(
+            redact(
+                f"{kind}: {count} in {steps}, the first at step {rows[0]['step']}: {first}"
+            )
+        )
     return lines
 
 
 def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]:
     """Return (label, value, note) of the run's main numbers."""
-    cards = [("steps", f"{run.metrics[-1]['step']:,}", f"{len(run.lengths)} with an update")]
+    cards = [
+        ("steps", f"{run.metrics[-1]['step']:,}", f"{len(run.lengths)} with an update")
+    ]
     for label, name in (
         ("reward", "reward/mean"),
         ("validation reward", "validation/reward"),
         ("loss", "policy/loss"),
     ):
         if values := run.curve(name).values:
-            change = f"{values[-1] - values[0]:+.3f} since the first" if len(values) > 1 else ""
+            change = (
+                f"{values[-1] - values[0]:+.3f} since the first" if len(values) > 1 else ""
+            )
             cards.append((label, f"{values[-1]:.3f}", change))
-    speeds = ("seconds a step", "time/step_s", ".2f"), ("tokens/s", "throughput/tokens_per_s", ",.0f")
+    speeds = (
+        ("seconds a step", "time/step_s", ".2f"),
+        ("tokens/s", "throughput/tokens_per_s", ",.0f"),
+    )
     for label, name, form in speeds:
         if values := run.curve(name).values:
             cards.append(
-                (label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else "")
+                (
+                    label,
+                    f"{sorted(values)[len(values) // 2]:{form}}",
+                    "median" if len(values) > 1 else "",
+                )
             )
-    given_order, alone, planned = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN)
+    given_order, alone, planned = (
+        run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN
+    )
     if planned and config.planned_ranks > 1:
         note = f"{fmean(given_order):.1%} as given" + (
             f", {fmean(alone):.2%} Karmarkar-Karp" if alone else ""
@@ -195,7 +236,9 @@ def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]
 
 def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
     panels = learning(run)
-    title = ("Reward" if isinstance(config, Config) else "Loss") + " and validation" * (len(panels) > 1)
+    title = ("Reward" if isinstance(config, Config) else "Loss") + " and validation" * (
+        len(panels) > 1
+    )
     sections = [Section(title, _charts(panels))]
     if not run.lengths:
         return sections
@@ -204,7 +247,9 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
     if config.planned_ranks == 1:  # no rank waits
         sections.append(Section("Time", _charts([seconds])))
     else:
-        sections.append(Section("Balance and time", _charts([_imbalance(run), seconds]), BALANCE_NOTE))
+        sections.append(
+            Section("Balance and time", _charts([_imbalance(run), seconds]), BALANCE_NOTE)
+        )
     return [*sections, *who_computes_when(run), Section("Policy", _charts(policy(run)))]
 
 
@@ -219,12 +264,19 @@ def who_computes_when(run: RunFolder) -> list[Section]:
         if arguments.get("ranks", 1) == 1:
             return []
         changes: tuple[dict[str, Any], ...] = ({"algorithm": "none", "order": None}, {})
-        given_plan, plan = (plan_batch(record["lengths"], **{**arguments, **each}) for each in changes)
+        given_plan, plan = (
+            plan_batch(record["lengths"], **{**arguments, **each}) for each in changes
+        )
     except BalancingError:
         return []  # the given order would exceed caps or counts
-    grids = {"in the given order": predicted_grids(given_plan), "as planned": predicted_grids(plan)}
+    grids = {
+        "in the given order": predicted_grids(given_plan),
+        "as planned": predicted_grids(plan),
+    }
     ideal = ideal_time(grids["as planned"])
-    picture = svg_of(figure_of([chart_of_ranks(title, each, ideal) for title, each in grids.items()]))
+    picture = svg_of(
+        figure_of([chart_of_ranks(title, each, ideal) for title, each in grids.items()])
+    )
     note = f"Update of step {record['step']}. {explain(plan)}"
     return [Section("Who computes when", [Markup(picture)], note, wide=True)]
 
@@ -243,7 +295,11 @@ def _svg(title: str, draw: Draw) -> str:
         lines = 0
         if labels := axes.get_legend_handles_labels()[1]:
             widths = [len(label) + 6 for label in labels]
-            columns = len(labels) if sum(widths) <= LEGEND_LETTERS else max(1, LEGEND_LETTERS // max(widths))
+            columns = (
+                len(labels)
+                if sum(widths) <= LEGEND_LETTERS
+                else max(1, LEGEND_LETTERS // max(widths))
+            )
             lines = math.ceil(len(labels) / columns)
             axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns)
         axes.set_title(title, pad=8 + 1.75 * LEGEND_POINTS * lines)
@@ -253,13 +309,19 @@ def _svg(title: str, draw: Draw) -> str:
 def learning(run: RunFolder) -> list[Panel]:
     """Plot the reward with its parts, or the loss, per step, then validation, if any."""
     held_out = {
-        name: name.removeprefix("validation/") for name in run.names if name.startswith("validation/")
+        name: name.removeprefix("validation/")
+        for name in run.names
+        if name.startswith("validation/")
     }
     panels = [_curves(run, "Validation", held_out)] if held_out else []
     if "reward/mean" not in run.names:
         return [_curves(run, "Loss in training", {"policy/loss": ""}), *panels]
-    parts = [name for name in run.names if name.startswith("reward/") and name not in NOT_PARTS]
-    lines = {"reward/mean": "reward"} | {name: name.removeprefix("reward/") for name in parts}
+    parts = [
+        name for name in run.names if name.startswith("reward/") and name not in NOT_PARTS
+    ]
+    lines = {"reward/mean": "reward"} | {
+        name: name.removeprefix("reward/") for name in parts
+    }
     return [_curves(run, "Reward in training, mean of a step", lines), *panels]
 
 
@@ -271,14 +333,26 @@ def policy(run: RunFolder) -> list[Panel]:
     ]
     if any(run.curve("rollout/staleness_max").values):
         ages = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"}
-        panels.append(_curves(run, "Age of samples, versions", ages, [BLUE, GREY], from_zero=True))
+        panels.append(
+            _curves(run, "Age of samples, versions", ages, [BLUE, GREY], from_zero=True)
+        )
     return panels
 
 
 def _imbalance(run: RunFolder) -> Panel:
     labels = ("as given", "Karmarkar-Karp alone", "as planned")
-    lines = {f"balance/imbalance{when}/micro_steps": label for when, label in zip(WHEN, labels, strict=True)}
-    return _curves(run, "Imbalance of micro-steps", lines, [ROSE, AMBER, GREEN], dashed=2, from_zero=True)
+    lines = {
+        f"balance/imbalance{when}/micro_steps": label
+        for when, label in zip(WHEN, labels, strict=True)
+    }
+    return _curves(
+        run,
+        "Imbalance of micro-steps",
+        lines,
+        [ROSE, AMBER, GREEN],
+        dashed=2,
+        from_zero=True,
+    )
 
 
 def _curves(
@@ -295,7 +369,9 @@ def _curves(
     """
 
     def draw(axes: Axes) -> None:
-        for number, ((metric, label), colour) in enumerate(zip(lines.items(), colours, strict=False)):
+        for number, ((metric, label), colour) in enumerate(
+            zip(lines.items(), colours, strict=False)
+        ):
             curve = run.curve(metric)
             style: dict[str, Any] = {
                 "linestyle": "--" if number < dashed else "-",
@@ -326,8 +402,18 @@ def _lengths(run: RunFolder) -> list[Panel]:
             steps = np.array([first - 0.4, first + 0.4])
             quartiles = np.repeat(quartiles, 2, axis=1)
         low, quarter, median, three, high = quartiles
-        axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="shortest to longest")
-        axes.fill_between(steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half")
+        axes.fill_between(
+            steps,
+            low,
+            high,
+            color=BLUE,
+            alpha=0.15,
+            linewidth=0,
+            label="shortest to longest",
+        )
+        axes.fill_between(
+            steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half"
+        )
         axes.plot(steps, median, color=BLUE, label="median", marker=_marker(len(steps)))
         axes.set_ylabel("tokens")
         axes.set_ylim(bottom=0)
@@ -337,15 +423,25 @@ def _lengths(run: RunFolder) -> list[Panel]:
         edges = np.histogram_bin_edges(
             np.concatenate([run.lengths[first], run.lengths[last]]), bins=24
         ).tolist()
-        axes.hist(run.lengths[first], bins=edges, color=GREY, label=f"step {first}", alpha=0.45)
+        axes.hist(
+            run.lengths[first], bins=edges, color=GREY, label=f"step {first}", alpha=0.45
+        )
         if last != first:
             axes.hist(
-                run.lengths[last], edges, color=BLUE, label=f"step {last}", histtype="step", linewidth=1.8
+                run.lengths[last],
+                edges,
+                color=BLUE,
+                label=f"step {last}",
+                histtype="step",
+                linewidth=1.8,
             )
         axes.set_xlabel("tokens of a sequence")
         axes.set_ylabel("sequences")
 
-    return [("Sequence length over steps", over_steps), ("Sequence lengths, first and last step", histogram)]
+    return [
+        ("Sequence length over steps", over_steps),
+        ("Sequence lengths, first and last step", histogram),
+    ]
 
 
 def _stack_phases(axes: Axes, run: RunFolder) -> None:
@@ -360,12 +456,27 @@ def _stack_phases(axes: Axes, run: RunFolder) -> None:
     labels = [name.replace("_", "-") for name in names]
     colours = [PHASES[name] for name in names]
     if len(step_curve.steps) > MOST_BARS:
-        axes.stackplot(step_curve.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)
+        axes.stackplot(
+            step_curve.steps,
+            seconds,
+            labels=labels,
+            colors=colours,
+            alpha=0.85,
+            linewidth=0,
+        )
     else:
         bottoms = np.cumsum([[0.0] * len(step_curve.steps), *seconds], axis=0)
-        for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
+        for values, bottom, label, colour in zip(
+            seconds, bottoms[:-1], labels, colours, strict=True
+        ):
             axes.bar(
-                step_curve.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75
+                step_curve.steps,
+                values,
+                bottom=bottom,
+                label=label,
+                color=colour,
+                alpha=0.85,
+                width=0.75,
             )
     axes.set_ylabel("seconds")
     # The first step compiles, and would flatten the others.
@@ -380,7 +491,9 @@ def _marker(points: int) -> str:
 
 def _steps_below(axes: Axes) -> None:
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.xaxis.set_major_locator(
+        MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
+    )
     low, high = axes.get_xlim()
     if high - low < 1.0:  # one step
         axes.set_xlim((low + high) / 2 - 0.5, (low + high) / 2 + 0.5)
@@ -393,19 +506,34 @@ def _tables(run: RunFolder) -> list[Table]:
     )
     longest = "By tokens of the response."
     return [
-        Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"), run.path)),
-        Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"), run.path)),
+        Table(
+            "Slowest samples",
+            slowest,
+            SAMPLE,
+            _rows(_most(run.samples, "seconds"), run.path),
+        ),
+        Table(
+            "Longest samples",
+            longest,
+            SAMPLE,
+            _rows(_most(run.samples, "response_tokens"), run.path),
+        ),
         _by_reward(run),
     ]
 
 
 def certificate_table(config: TrainingConfig) -> list[Table]:
     """Show what `ballast certify` said about the data and their reward."""
-    certificate = read_certificate(config.data.weights) if isinstance(config, Config) else None
+    certificate = (
+        read_certificate(config.data.weights) if isinstance(config, Config) else None
+    )
     if certificate is None:
         return []
     columns = dict.fromkeys(("level", "name", "problem", "place", "advice"), "")
-    rows = [{name: redact(row.get(name, "")) for name in columns} for row in certificate.findings]
+    rows = [
+        {name: redact(row.get(name, "")) for name in columns}
+        for row in certificate.findings
+    ]
     rows = rows or [dict.fromkeys(columns, "") | {"problem": "nothing found"}]
     return [Table("Certificate", redact(certificate.line), columns, rows)]
 
@@ -429,12 +557,16 @@ def _by_reward(run: RunFolder) -> Table:
     total = count_noun(len(responses), "response")
     note = f"{origin}: {len(ends)} of {total}, the lowest and the highest rewards."
     expected = {"expected": CODE} if any(map(expected_answer, ends)) else {}
-    return Table(title, note, RESPONSE | expected | {"reward": NUMBER}, _rows(ends, run.path))
+    return Table(
+        title, note, RESPONSE | expected | {"reward": NUMBER}, _rows(ends, run.path)
+    )
 
 
 def expected_answer(row: Row) -> str:
     """Return the expected answer among the recorded columns, lines of `name: value`, or an empty string."""
-    columns = dict(line.partition(": ")[::2] for line in str(row.get("record") or "").splitlines())
+    columns = dict(
+        line.partition(": ")[::2] for line in str(row.get("record") or "").splitlines()
+    )
     return next((columns[name] for name in EXPECTED if columns.get(name)), "")
 
 
@@ -443,7 +575,9 @@ def _sessions(run: RunFolder) -> list[tuple[str, list[Entry]]]:
     draws them.
     """
     last = max((row["step"] for row in run.samples), default=0)
-    rows = enumerate((row for row in run.samples if row["step"] == last and is_whole(row)), start=1)
+    rows = enumerate(
+        (row for row in run.samples if row["step"] == last and is_whole(row)), start=1
+    )
     return [
         (redact(f"step {last}, session {number}: {headline(row)}"), entries(row, TEXT))
         for number, row in rows

@@ -53,7 +53,11 @@ class JsonLines:
         with writing(path):
             records = json_records(path, has_step) if last_step and path.exists() else ()
             path.write_bytes(
-                b"".join(line.rstrip(b"\n") + b"\n" for line, row in records if row["step"] <= last_step)
+                b"".join(
+                    line.rstrip(b"\n") + b"\n"
+                    for line, row in records
+                    if row["step"] <= last_step
+                )
             )
             self._file = path.open("a", encoding="utf-8")
 
@@ -85,7 +89,9 @@ def log_probs_file(folder: Path, step: int) -> Path:
 def recorded_steps(folder: Path) -> list[int]:
     """List the steps with kept samples, in order."""
     files = step_file(folder, 0).parent.glob("step-*.npz")
-    return sorted(int(file.stem.removeprefix("step-")) for file in files if file.stem[5:].isdecimal())
+    return sorted(
+        int(file.stem.removeprefix("step-")) for file in files if file.stem[5:].isdecimal()
+    )
 
 
 def thumbnails(folder: Path, images: Iterable[PlacedImage]) -> str:
@@ -144,31 +150,41 @@ class RunWriter:
         self._lengths = JsonLines(folder / "lengths.jsonl", last_step=last_step)
         self._samples = JsonLines(folder / "samples.jsonl", last_step=last_step)
         self._failures = JsonLines(folder / "failures.jsonl", last_step=last_step)
-        self._timeline = JsonLines(folder / "timeline.jsonl", last_step=last_step) if timeline else None
+        self._timeline = (
+            JsonLines(folder / "timeline.jsonl", last_step=last_step) if timeline else None
+        )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step, of which 0 is the validation before training. NaN and infinity become
         null.
         """
-        self._metrics.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
+        self._metrics.write(
+            {"step": step} | {name: finite(value) for name, value in metrics.items()}
+        )
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def lengths(self, step: int, plan: Mapping[str, Any] | None = None, **columns: "np.ndarray") -> None:
+    def lengths(
+        self, step: int, plan: Mapping[str, Any] | None = None, **columns: "np.ndarray"
+    ) -> None:
         """Record the lengths of a step's training sequences, for `python -m balancing runs/NAME`.
 
         plan: `plan_record` of the step's plan, of the first epoch. columns: int64 [B] each: `lengths`, and
         the other inputs of `plan_batch` by name.
         """
         self._lengths.write(
-            {"step": step} | {name: column.tolist() for name, column in columns.items()} | dict(plan or {})
+            {"step": step}
+            | {name: column.tolist() for name, column in columns.items()}
+            | dict(plan or {})
         )
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
         """Record some samples of a step, also in trackers."""
         rows = list(examples)
         for example in rows:
-            numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
+            numbers = {
+                k: finite(v) if isinstance(v, float) else v for k, v in example.items()
+            }
             self._samples.write({"step": step} | numbers, ensure_ascii=False)
         self._show("samples", step, rows)
 
@@ -180,7 +196,9 @@ class RunWriter:
         """Record a step's drops, retries or failures of a kind and cause. first: the first one's place and
         cause.
         """
-        self._failures.write({"step": step, "kind": kind, "count": count, "first": first}, ensure_ascii=False)
+        self._failures.write(
+            {"step": step, "kind": kind, "count": count, "first": first}, ensure_ascii=False
+        )
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Record times of phases, samples and micro-steps, for `python -m ballast timeline runs/NAME`."""
@@ -193,12 +211,15 @@ class RunWriter:
         rows = []
         for response in responses:
             scores = {name: finite(value) for name, value in response.scores.items()}
-            record = {"uid": response.uid, "source": response.source} | response.text | scores
+            record = (
+                {"uid": response.uid, "source": response.source} | response.text | scores
+            )
             rows.append(record | {"answer": response.answer})
         with writing(path):
             path.parent.mkdir(exist_ok=True)
             path.write_text(
-                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+                encoding="utf-8",
             )
         self._show("validation_samples", step, rows[:SHOWN_RESPONSES])
 
@@ -215,7 +236,13 @@ class RunWriter:
         with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close, succeeded=failure is None)
-            for lines in (self._metrics, self._lengths, self._samples, self._failures, self._timeline):
+            for lines in (
+                self._metrics,
+                self._lengths,
+                self._samples,
+                self._failures,
+                self._timeline,
+            ):
                 if lines is not None:
                     closing.callback(lines.close)
 
@@ -231,8 +258,14 @@ def check_run_folder(folder: Path, option: str = "") -> None:
     line.
     """
     if not (folder / "config.yaml").is_file():
-        problem = "holds no run, it has no config.yaml" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"{option}{' ' * bool(option)}{folder}: {problem}. Give a folder like runs/NAME.")
+        problem = (
+            "holds no run, it has no config.yaml"
+            if folder.is_dir()
+            else "there is no such folder"
+        )
+        raise ConfigError(
+            f"{option}{' ' * bool(option)}{folder}: {problem}. Give a folder like runs/NAME."
+        )
 
 
 @dataclass(frozen=True)
@@ -254,18 +287,25 @@ class RunFolder:
     @cached_property
     def lengths(self) -> dict[int, list[int]]:
         """Lengths of every step's sequences, in batch order."""
-        return {row["step"]: row["lengths"] for row in self._rows("lengths.jsonl", has_step, check_lengths)}
+        return {
+            row["step"]: row["lengths"]
+            for row in self._rows("lengths.jsonl", has_step, check_lengths)
+        }
 
     @cached_property
     def samples(self) -> list[Row]:
         """Some samples of every step, see `RolloutBatch.examples`."""
         numbers = ("sample", "response_tokens", "seconds", "reward")
-        return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
+        return self._rows(
+            "samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers)
+        )
 
     @cached_property
     def failures(self) -> list[Row]:
         """Drops, retries and failures, by step, kind and cause."""
-        return self._rows("failures.jsonl", has_step, lambda row: _check_numbers(row, "count"))
+        return self._rows(
+            "failures.jsonl", has_step, lambda row: _check_numbers(row, "count")
+        )
 
     @cached_property
     def timeline(self) -> list[Row]:
@@ -276,7 +316,11 @@ class RunFolder:
     def finished_steps(self) -> int:
         """Steps of a finished run from its summary.json, 0 without one."""
         try:
-            return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
+            return int(
+                json.loads((self.path / "summary.json").read_text(encoding="utf-8"))[
+                    "steps"
+                ]
+            )
         except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return 0
 
@@ -284,16 +328,21 @@ class RunFolder:
     def validated_steps(self) -> list[int]:
         """Steps with a validation, in order."""
         return sorted(
-            int(path.stem.removeprefix("step-")) for path in self.path.glob("validation/step-*.jsonl")
+            int(path.stem.removeprefix("step-"))
+            for path in self.path.glob("validation/step-*.jsonl")
         )
 
     def validation(self, step: int) -> list[Row]:
         """Every held-out response of a validation."""
-        return self._rows(f"validation/step-{step}.jsonl", lambda row: _check_numbers(row, "reward"))
+        return self._rows(
+            f"validation/step-{step}.jsonl", lambda row: _check_numbers(row, "reward")
+        )
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
+        return list(
+            dict.fromkeys(name for row in self.metrics for name in row if name != "step")
+        )
 
     def curve(self, name: str) -> Curve:
         """Return a metric over the steps that have a finite value."""

@@ -51,7 +51,9 @@ class RunLog(io.TextIOBase):
     def _end(self, error: OSError) -> None:
         self._file = None
         stream = sys.__stderr__ or sys.stderr
-        stream.write(f"{self._path} cannot be written ({error.strerror or error}). It ends here\n")
+        stream.write(
+            f"{self._path} cannot be written ({error.strerror or error}). It ends here\n"
+        )
 
     def write(self, text: str) -> int:
         *lines, rest = (getattr(self._parts, "rest", "") + text).split("\n")
@@ -103,13 +105,19 @@ class _Routed:
 def run_log(folder: Path, console: "Console") -> Iterator[None]:
     """Record the block's output, and the exception that ends it, in folder/run.log."""
     log = cast(TextIO, RunLog(folder / LOG))
-    log.write(f"=== {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {' '.join(sys.argv)}\n")
-    output, errors = (cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr))
+    log.write(
+        f"=== {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {' '.join(sys.argv)}\n"
+    )
+    output, errors = (
+        cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr)
+    )
     try:
         with redirect_stdout(output), redirect_stderr(errors), console.keep_in(log):
             yield
     except BaseException as end:
-        log.write(f"{'stopped' if isinstance(end, KeyboardInterrupt) else 'error'}: {end}\n")
+        log.write(
+            f"{'stopped' if isinstance(end, KeyboardInterrupt) else 'error'}: {end}\n"
+        )
         raise
     finally:
         log.close()
@@ -119,7 +127,9 @@ def run_log(folder: Path, console: "Console") -> Iterator[None]:
 def rays_logging_in(log: TextIO) -> Iterator[None]:
     """Send Ray's Python logging to `log` during the block."""
     handlers = [
-        handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)
+        handler
+        for handler in logging.getLogger("ray").handlers
+        if isinstance(handler, logging.StreamHandler)
     ]
     streams = [handler.setStream(log) for handler in handlers]
     try:

@@ -57,7 +57,12 @@ class RunRecord:
     """
 
     def __init__(
-        self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True
+        self,
+        console: Console,
+        live: LiveMetrics,
+        writer: RunWriter,
+        *,
+        samples: bool = True,
     ) -> None:
         self.console = console
         self.live = live
@@ -127,7 +132,10 @@ class RunRecord:
         self.metrics |= metrics
 
     def samples(
-        self, rollout: Samples, trained: RemoteBatch, texts_of: Callable[[str], dict[str, str]]
+        self,
+        rollout: Samples,
+        trained: RemoteBatch,
+        texts_of: Callable[[str], dict[str, str]],
     ) -> None:
         """Record a step's samples, some in samples.jsonl once their advantages are known. texts_of: texts of
         a prompt.
@@ -150,7 +158,11 @@ class RunRecord:
 
     def _examples(self, count: int, *limit: int) -> list[dict[str, Any]]:
         """Return `RolloutBatch.examples` with advantages, None for a sample that is not trained."""
-        rows = [] if self.rollout is None else self.rollout.examples(count, self._asked, *limit)
+        rows = (
+            []
+            if self.rollout is None
+            else self.rollout.examples(count, self._asked, *limit)
+        )
         earned = advantages_of(self.trained)
         default = {"advantage": None} if earned else {}
         return [row | earned.get((row["uid"], row["sample"]), default) for row in rows]
@@ -163,7 +175,9 @@ class RunRecord:
         """Return all samples of the step with full texts."""
         return self._examples(sys.maxsize, sys.maxsize)
 
-    def plans(self, plans: Sequence[Plan], width: int | None = None, **columns: np.ndarray) -> None:
+    def plans(
+        self, plans: Sequence[Plan], width: int | None = None, **columns: np.ndarray
+    ) -> None:
         """Record the plans of a step's updates, one per epoch. Only the first call in a step counts.
 
         width: tokens of the longest possible sequence. columns: see `RunWriter.lengths`.
@@ -174,9 +188,17 @@ class RunRecord:
         self.writer.lengths(self._step, plan_record(plans[0]), **columns)
         summaries = [plan_statistics(plan, width) for plan in plans]
         for name in summaries[0]:
-            self.add({f"balance/{name}": statistics.fmean(summary[name] for summary in summaries)})
+            self.add(
+                {
+                    f"balance/{name}": statistics.fmean(
+                        summary[name] for summary in summaries
+                    )
+                }
+            )
 
-    def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
+    def micro_steps(
+        self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel
+    ) -> None:
         """Record a step's micro-steps by actor, with the cost model of their plan."""
         self.timeline.micro_steps(times, cost_model)
         self.live.micro_steps(times, cost_model)
@@ -194,7 +216,9 @@ class RunRecord:
             role, _, metric = name.partition("/")
             if metric == "skipped_steps":
                 kind = f"optimiser steps skipped ({role}.optimizer.max_skipped_steps)"
-                self.add_failures(kind, ["loss or gradient is NaN or infinite"] * round(count))
+                self.add_failures(
+                    kind, ["loss or gradient is NaN or infinite"] * round(count)
+                )
 
     def write_timeline(self, step: int) -> None:
         """Write the events since the last call as the timeline of `step`."""
@@ -203,9 +227,15 @@ class RunRecord:
 
 def advantages_of(batch: RemoteBatch) -> dict[tuple[str, int], dict[str, Any]]:
     """Return `advantage` of each sample, or `advantages` of its turns. Empty if they are per token."""
-    keys = list(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)) if len(batch) else []
+    keys = (
+        list(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True))
+        if len(batch)
+        else []
+    )
     if "by_turn" in batch.columns:
-        by_sample: dict[tuple[str, int], dict[str, Any]] = {key: {"advantages": []} for key in keys}
+        by_sample: dict[tuple[str, int], dict[str, Any]] = {
+            key: {"advantages": []} for key in keys
+        }
         for key, turns in zip(keys, batch["by_turn"], strict=True):
             by_sample[key]["advantages"] += [advantage for _, advantage in turns]
         return by_sample

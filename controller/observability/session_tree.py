@@ -37,7 +37,8 @@ def summary(row: Row) -> dict[str, str]:
     turns = row.get("turns") or [{"policy": ""}]
     parents = {node["parent"] for node in nodes}
     numbers = {
-        "turns": len(nodes) or sum(("policy" in turn) - ("inserted" in turn) for turn in turns),
+        "turns": len(nodes)
+        or sum(("policy" in turn) - ("inserted" in turn) for turn in turns),
         "branches": sum(node["number"] not in parents for node in nodes) or None,
         "dropped": sum(not node["kept"] for node in nodes) or None,
         "tokens": sum(node["tokens"] for node in nodes) or row.get("response_tokens"),
@@ -46,7 +47,11 @@ def summary(row: Row) -> dict[str, str]:
         "seconds": row.get("seconds"),
     }
     forms = {"reward": ".3f", "advantage": "+z.3f", "seconds": ".1f"}
-    texts = {name: f"{value:{forms.get(name, ',')}}" for name, value in numbers.items() if value is not None}
+    texts = {
+        name: f"{value:{forms.get(name, ',')}}"
+        for name, value in numbers.items()
+        if value is not None
+    }
     return texts | ({"failure": clean(row["failure"], SHOWN)} if "failure" in row else {})
 
 
@@ -58,10 +63,15 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
     """Return a row's tree: a path, then the branches. longest: characters of a text."""
     if not (nodes := row.get("session")):
         turns = row.get("turns") or [{"policy": row.get("response", "")}]
-        texts = [("prompt", row.get("prompt", "")), *(part for turn in turns for part in turn.items())]
+        texts = [
+            ("prompt", row.get("prompt", "")),
+            *(part for turn in turns for part in turn.items()),
+        ]
         return [Entry(who, clean(text, longest)) for who, text in texts]
     ordered = sorted(nodes, key=lambda node: (node["kept"], -node["number"]))
-    goes_on = {node["parent"]: node["number"] for node in ordered}  # the first kept turn, or the first
+    goes_on = {
+        node["parent"]: node["number"] for node in ordered
+    }  # the first kept turn, or the first
     main = list[Entry]()
     branches = list[Entry]()
     paths: dict[int | None, list[Entry]] = {None: main}  # of the path that a turn is in
@@ -75,9 +85,12 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
             origin = "from the start" if parent is None else f"after turn {parent + 1}"
             branches.append(Entry("branch", origin, under=paths[number]))
         paths[number] += [
-            Entry(message["role"], clean(message["content"], longest)) for message in node["messages"]
+            Entry(message["role"], clean(message["content"], longest))
+            for message in node["messages"]
         ]
-        paths[number].append(Entry(f"turn {number + 1}", clean(node["said"], longest), _facts(node, row)))
+        paths[number].append(
+            Entry(f"turn {number + 1}", clean(node["said"], longest), _facts(node, row))
+        )
     return main + branches
 
 
@@ -86,7 +99,9 @@ def is_whole(row: Row) -> bool:
     try:
         return bool(headline(row)) and bool(entries(row))
     except Exception:  # damage can look like anything
-        log.warning("a recorded sample of step %s is damaged. It is left out", row.get("step", "?"))
+        log.warning(
+            "a recorded sample of step %s is damaged. It is left out", row.get("step", "?")
+        )
         return False
 
 
@@ -113,7 +128,9 @@ def _facts(node: Row, row: Row) -> str:
 def clean(text: str, longest: int) -> str:
     """Return what a terminal may print of `text`: cut, without secrets and control characters."""
     excerpt = shorten(redact("\n".join(text.strip().splitlines())), longest).expandtabs(4)
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in excerpt)
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in excerpt
+    )
 
 
 def draw_tree(row: Row, title: str) -> Tree:
@@ -130,5 +147,8 @@ def _grow(tree: Tree, children: Sequence[Entry]) -> None:
         line.add_column(width=width, no_wrap=True)
         line.add_column(overflow="fold")
         between = "\n" if entry.text and entry.facts else ""
-        line.add_row(Text(entry.who, "bold"), Text.assemble(entry.text, between, (entry.facts, "dim")))
+        line.add_row(
+            Text(entry.who, "bold"),
+            Text.assemble(entry.text, between, (entry.facts, "dim")),
+        )
         _grow(tree.add(line), entry.under)

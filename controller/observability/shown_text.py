@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "[hidden]"
-TELLING = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+TELLING = re.compile(
+    r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE
+)
 SHORTEST = 8  # shorter values are switches or numbers instead of secrets
 PATTERNS = (
     (re.compile(r"(://[^/\s:@]*:)[^@\s/]+@"), rf"\1{MASK}@"),
@@ -31,7 +33,9 @@ def redact(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
 
 def _mask(text: str, environment: Mapping[str, str]) -> str:
     secrets = [
-        value for name, value in environment.items() if TELLING.search(name) and len(value) >= SHORTEST
+        value
+        for name, value in environment.items()
+        if TELLING.search(name) and len(value) >= SHORTEST
     ]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
@@ -64,13 +68,20 @@ def message_text(message: Mapping[str, Any]) -> str:
     thought = message.get("reasoning")
     parts = [content] if isinstance(content, str) else content
     text = "".join(
-        part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts
+        part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]"
+        for part in parts
     )
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    calls = [f"{function.get('name', '')}({function.get('arguments')})" for function in functions]
-    return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", text, *calls]))
+    calls = [
+        f"{function.get('name', '')}({function.get('arguments')})" for function in functions
+    ]
+    return "\n".join(
+        filter(None, [f"(reasoning) {thought}" if thought else "", text, *calls])
+    )
 
 
 def other_columns(record: Mapping[str, Any], prompt_key: str) -> str:
     """Write the columns of a record besides its prompt, one per line."""
-    return "\n".join(f"{name}: {value}" for name, value in record.items() if name != prompt_key)
+    return "\n".join(
+        f"{name}: {value}" for name, value in record.items() if name != prompt_key
+    )

@@ -21,7 +21,11 @@ EVERY_SECONDS = 10.0  # between lines
 
 @contextmanager
 def log_if_slow(
-    log: Log, message: str | Callable[[], str], *, delay: float = SILENT_SECONDS, every: float = EVERY_SECONDS
+    log: Log,
+    message: str | Callable[[], str],
+    *,
+    delay: float = SILENT_SECONDS,
+    every: float = EVERY_SECONDS,
 ) -> Iterator[None]:
     """Log a block that takes more than `delay` seconds, then every `every` seconds with the time so far."""
     done = threading.Event()

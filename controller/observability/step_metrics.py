@@ -24,11 +24,16 @@ def staleness(
         "rollout/staleness_mean": float(age.mean()),
         "rollout/staleness_max": float(age.max()),
         "rollout/versions_per_sample": float(spanned.mean()),
-        **{f"rollout/tokens_of_age_{current - v}": n / tokens for v, n in sorted(version_tokens.items())},
+        **{
+            f"rollout/tokens_of_age_{current - v}": n / tokens
+            for v, n in sorted(version_tokens.items())
+        },
     }
 
 
-def waiting(idle_seconds: float, queued: int, seconds: Mapping[str, float]) -> dict[str, float]:
+def waiting(
+    idle_seconds: float, queued: int, seconds: Mapping[str, float]
+) -> dict[str, float]:
     """Compute the shares of a step in which the trainer waited for samples, and engines were idle.
 
     idle_seconds: mean over engines. queued: requests without an engine. seconds: by phase.
@@ -41,7 +46,10 @@ def waiting(idle_seconds: float, queued: int, seconds: Mapping[str, float]) -> d
 
 
 def throughput(
-    generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1
+    generated: RemoteBatch,
+    trained: RemoteBatch,
+    seconds: Mapping[str, float],
+    epochs: int = 1,
 ) -> dict[str, float]:
     """Compute a step's rollout and update tokens, and tokens/s of step, wait for samples and update.
 
@@ -50,7 +58,8 @@ def throughput(
     rates = {
         "tokens/rollout": float(generated["response_tokens"].sum()),
         "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
-        "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
+        "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum())
+        / seconds["rollout"],
     }
     if "update" in seconds:
         updated = update_throughput(trained, seconds, epochs)
@@ -72,7 +81,9 @@ def update_throughput(
     }
 
 
-def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np.ndarray) -> dict[str, float]:
+def session_metrics(
+    sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np.ndarray
+) -> dict[str, float]:
     """Count what agents' sessions did. sessions: each sample's `Session.describe_turns`. seconds: of each,
     float64 [B].
 
@@ -85,7 +96,11 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
     nodes = list(itertools.chain(*active_sessions))
     # The first roots count too.
     firsts = len(
-        {(place, node["parent"]) for place, session in enumerate(active_sessions) for node in session}
+        {
+            (place, node["parent"])
+            for place, session in enumerate(active_sessions)
+            for node in session
+        }
     )
     joined = sum(node["joined"] for node in nodes)
     of_requests = {
@@ -104,8 +119,12 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
             if session
         ),
     }
-    return {f"session/{name}": value / (len(nodes) + joined) for name, value in of_requests.items()} | {
-        f"session/{name}": value / len(active_sessions) for name, value in of_sessions.items()
+    return {
+        f"session/{name}": value / (len(nodes) + joined)
+        for name, value in of_requests.items()
+    } | {
+        f"session/{name}": value / len(active_sessions)
+        for name, value in of_sessions.items()
     }
 
 

@@ -43,7 +43,11 @@ RECORD = "timeline.jsonl"
 Event = dict[str, Any]
 DRIVER = "driver"
 OF_ACTORS = ("samples", "weights", "micro_steps")
-THREADS = {DRIVER: {1: "phases"}, "rollout": {1: "generate", 2: "weights"}, "": {1: "measured", 2: "planned"}}
+THREADS = {
+    DRIVER: {1: "phases"},
+    "rollout": {1: "generate", 2: "weights"},
+    "": {1: "measured", 2: "planned"},
+}
 """Threads of a process by the first word of its name."""
 
 _ORIGIN = time.time() - time.perf_counter()
@@ -79,7 +83,14 @@ class TimelineRecorder:
                 scored = scores[result.key].scored if result.key in scores else 0.0
                 prompt = int(result.uid) if trains else -1
                 delay = round(max(0.0, scored - end), 6)
-                row = [start, end, result.response_tokens, result.prompt_tokens, prompt, delay]
+                row = [
+                    start,
+                    end,
+                    result.response_tokens,
+                    result.prompt_tokens,
+                    prompt,
+                    delay,
+                ]
                 self._add("samples", f"rollout {result.replica}", [row])
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
@@ -88,10 +99,15 @@ class TimelineRecorder:
             self._add(
                 "weights",
                 actor,
-                [[*_interval(load.start, load.seconds), load.version] for load in actor_loads],
+                [
+                    [*_interval(load.start, load.seconds), load.version]
+                    for load in actor_loads
+                ],
             )
 
-    def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
+    def micro_steps(
+        self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel
+    ) -> None:
         """Record each rank's micro-steps, by its actor's name, and the cost model of their plan."""
         self._cost = cost_model.coefficients
         for actor, actor_times in times.items():
@@ -117,7 +133,9 @@ def _interval(start: float, seconds: float) -> tuple[float, float]:
     return round(start, 6), round(start + seconds, 6)
 
 
-def _slice(process: int, thread: int, name: str, start: float, end: float, **arguments: Any) -> Event:
+def _slice(
+    process: int, thread: int, name: str, start: float, end: float, **arguments: Any
+) -> Event:
     """Return a complete event in whole microseconds, rounded so that nested events stay nested."""
     begin = round(start * 1e6)
     track = {"ph": "X", "name": name, "cat": "ballast", "pid": process, "tid": thread}
@@ -132,23 +150,34 @@ def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, An
     path = folder / RECORD
     if not path.is_file():
         raise DataError(f"{path} is missing. A run writes it with tracking.timeline=true.")
-    records = [record for _, record in json_records(path, has_step, lambda record: trace_events([record]))]
+    records = [
+        record
+        for _, record in json_records(path, has_step, lambda record: trace_events([record]))
+    ]
     chosen = [record for record in records if steps is None or record["step"] in steps]
     if not chosen:
         step_range = f"{records[0]['step']} to {records[-1]['step']}" if records else "none"
-        raise DataError(f"{path} has no record of these steps. Choose --steps among its own: {step_range}.")
+        raise DataError(
+            f"{path} has no record of these steps. Choose --steps among its own: {step_range}."
+        )
     return chosen
 
 
 def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
     """Build Chrome trace events: metadata that names the tracks, then slices and counters."""
     names = {name for record in records for kind in OF_ACTORS for name in record[kind]}
-    process = {name: number for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)}
+    process = {
+        name: number
+        for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)
+    }
     events = list(_metadata(process))
     for record in records:
         driver = process[DRIVER]
         step = record["step"]
-        events += [_slice(driver, 1, name, start, end, step=step) for name, start, end in record["phases"]]
+        events += [
+            _slice(driver, 1, name, start, end, step=step)
+            for name, start, end in record["phases"]
+        ]
         for actor, rows in record["samples"].items():
             events += _generation(process[actor], rows, step)
         for actor, rows in record["weights"].items():
@@ -162,15 +191,29 @@ def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort `rollout 10` after `rollout 9`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", name)
+    ]
 
 
 def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
     for name, number in process.items():
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": number,
+            "args": {"sort_index": number},
+        }
         for thread, title in THREADS.get(name.split()[0], THREADS[""]).items():
-            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": title}}
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": number,
+                "tid": thread,
+                "args": {"name": title},
+            }
 
 
 def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterator[Event]:
@@ -185,12 +228,22 @@ def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterato
         else:
             stretches.append([start, end, 1, tokens])
     for start, end, samples, tokens in stretches:
-        yield _slice(process, 1, "generate", start, end, step=step, samples=samples, tokens=tokens)
-    changes = sorted([(start, 1) for start, *_ in rows] + [(end, -1) for _, end, *_ in rows])
+        yield _slice(
+            process, 1, "generate", start, end, step=step, samples=samples, tokens=tokens
+        )
+    changes = sorted(
+        [(start, 1) for start, *_ in rows] + [(end, -1) for _, end, *_ in rows]
+    )
     running = 0
     for moment, group in groupby(changes, key=lambda change: round(change[0] * 1e6)):
         running += sum(change for _, change in group)
-        counter = {"ph": "C", "name": "samples in flight", "pid": process, "tid": 0, "ts": moment}
+        counter = {
+            "ph": "C",
+            "name": "samples in flight",
+            "pid": process,
+            "tid": 0,
+            "ts": moment,
+        }
         yield counter | {"args": {"samples": running}}
 
 
@@ -205,7 +258,9 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
     for actor, rows in record["micro_steps"].items():
         for name, start, end, *sums in rows:
             step = (start, end, sums[0], sum(map(operator.mul, record["cost"], sums)))
-            passes.setdefault((actor.split()[0], name), {}).setdefault(actor, []).append(step)
+            passes.setdefault((actor.split()[0], name), {}).setdefault(actor, []).append(
+                step
+            )
     scales: dict[tuple[str, str], float] = {}
     begins: dict[tuple[str, str], list[float]] = {}
     by_actor: dict[str, list[tuple[float, float, int, float, str, str, int]]] = {}
@@ -232,9 +287,19 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
             yield _slice(process[actor], 1, title, start, end, **facts)
             begin = max(free, begins[role, name][number])
             free = begin + planned
-            yield _slice(process[actor], 2, title, begin, free, measured_s=round(end - start, 6), **facts)
+            yield _slice(
+                process[actor],
+                2,
+                title,
+                begin,
+                free,
+                measured_s=round(end - start, 6),
+                **facts,
+            )
 
 
 def write_trace(output: Path, events: Sequence[Mapping[str, Any]]) -> None:
     with output.open("w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
+        json.dump(
+            {"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":")
+        )

@@ -26,7 +26,9 @@ def tabular(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
         return finite(value)
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+    return (
+        json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+    )
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

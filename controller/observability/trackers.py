@@ -30,7 +30,11 @@ class RayTracker(Tracker):
         self._metrics = metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in {"run/step": step, "run/steps": float(step > 0), **metrics}.items():
+        for name, value in {
+            "run/step": step,
+            "run/steps": float(step > 0),
+            **metrics,
+        }.items():
             self._metrics.export(name, value)
 
 
@@ -41,7 +45,9 @@ class TensorBoardTracker(Tracker):
 
         self._folder = folder
         with writing(folder):
-            self._writer = SummaryWriter(str(folder), purge_step=last_step + 1 if last_step else None)
+            self._writer = SummaryWriter(
+                str(folder), purge_step=last_step + 1 if last_step else None
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with writing(self._folder):
@@ -65,7 +71,12 @@ class WandbTracker(Tracker):
     """
 
     def __init__(
-        self, folder: Path, project: str, name: str, config_values: Mapping[str, Any], id: str = ""
+        self,
+        folder: Path,
+        project: str,
+        name: str,
+        config_values: Mapping[str, Any],
+        id: str = "",
     ) -> None:
         """id: of the run to resume, or empty. Raises ConfigError if W&B cannot start."""
         import wandb
@@ -95,7 +106,9 @@ class WandbTracker(Tracker):
         import wandb
 
         table = tabular(rows)
-        wandb_table = wandb.Table(columns=table["columns"], data=table["data"], allow_mixed_types=True)
+        wandb_table = wandb.Table(
+            columns=table["columns"], data=table["data"], allow_mixed_types=True
+        )
         self._run.log({name: wandb_table}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
@@ -142,17 +155,28 @@ class MlflowTracker(Tracker):
             self.id = id or self._begin(project, name, config_values)
             self._client.update_run(self.id, status="RUNNING")
         except MlflowException as error:
-            raise ConfigError(f"tracking.mlflow: {_first_line(error)}. Check MLFLOW_TRACKING_URI.") from error
+            raise ConfigError(
+                f"tracking.mlflow: {_first_line(error)}. Check MLFLOW_TRACKING_URI."
+            ) from error
 
     def _begin(self, project: str, name: str, config_values: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
 
         experiment = self._client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(project)
+        )
         run = self._client.create_run(number, run_name=name).info.run_id
-        parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in config_values.items()]
+        parameters = [
+            Param(key, str(value)[:LONGEST_PARAMETER])
+            for key, value in config_values.items()
+        ]
         for first in range(0, len(parameters), PARAMETERS_A_CALL):
-            self._client.log_batch(run, params=parameters[first : first + PARAMETERS_A_CALL])
+            self._client.log_batch(
+                run, params=parameters[first : first + PARAMETERS_A_CALL]
+            )
         return str(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -161,12 +185,15 @@ class MlflowTracker(Tracker):
 
         now = int(time.time() * 1000)
         self._waiting += [
-            Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()
+            Metric(name.replace("@", "_at_"), value, now, step)
+            for name, value in metrics.items()
         ]
         try:
             self._send()
         except self._failure as error:
-            self._log(f"MLflow: {_first_line(error)}. {len(self._waiting)} metrics wait for the next step")
+            self._log(
+                f"MLflow: {_first_line(error)}. {len(self._waiting)} metrics wait for the next step"
+            )
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write an artifact, `samples/step-7.json`, which MLflow shows as a table."""
@@ -187,7 +214,9 @@ class MlflowTracker(Tracker):
             self._send()
             self._client.set_terminated(self.id, "FINISHED" if succeeded else "FAILED")
         except self._failure as error:
-            self._log(f"MLflow: {_first_line(error)}. {len(self._waiting)} metrics are only in metrics.jsonl")
+            self._log(
+                f"MLflow: {_first_line(error)}. {len(self._waiting)} metrics are only in metrics.jsonl"
+            )
 
 
 def _first_line(error: Exception) -> str:
@@ -217,7 +246,9 @@ class GuardedTracker(Tracker):
         with self._guarding("the end of the run"):
             self._tracker.close(succeeded=succeeded)
         if self._failures > 1:
-            self._log(f"{self._service}: {self._failures} records failed. The run's folder has them")
+            self._log(
+                f"{self._service}: {self._failures} records failed. The run's folder has them"
+            )
 
     @contextmanager
     def _guarding(self, missed: str) -> Iterator[None]:
@@ -227,7 +258,9 @@ class GuardedTracker(Tracker):
             self._failures += 1
             if self._failures == 1:
                 reason = one_line(error).rstrip(".")
-                self._log(f"{self._service}: {reason}. It misses {missed}, which the run's folder has")
+                self._log(
+                    f"{self._service}: {reason}. It misses {missed}, which the run's folder has"
+                )
 
 
 def open_trackers(
@@ -247,7 +280,9 @@ def open_trackers(
     folder.mkdir(parents=True, exist_ok=True)
     trackers: dict[str, Tracker] = {"Ray's metrics": RayTracker(exported)}
     if tracking.tensorboard:
-        trackers["TensorBoard"] = TensorBoardTracker(folder / "tensorboard", last_step=last_step)
+        trackers["TensorBoard"] = TensorBoardTracker(
+            folder / "tensorboard", last_step=last_step
+        )
     resumed_ids = resumed_ids if config.run.resume == "auto" else {}
     run = (
         tracking.project,

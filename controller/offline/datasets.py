@@ -8,7 +8,13 @@ import numpy as np
 from controller.config.offline import LearnedDataConfig, OfflineDataConfig
 from controller.data.prompts import epoch_order, warn_of_left_out
 from controller.observability.slow_work import Log, count_if_slow
-from controller.offline.tokenized import Example, Row, example_row, expand_images, scored_row
+from controller.offline.tokenized import (
+    Example,
+    Row,
+    example_row,
+    expand_images,
+    scored_row,
+)
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Placed, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, store_images
@@ -54,13 +60,18 @@ class SequenceDataset:
         if isinstance(settings, LearnedDataConfig):
             make_row = partial(example_row, train_on=settings.train_on)
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        counted = count_if_slow(records, f"{name}: records tokenized", log, total=len(records))
+        counted = count_if_slow(
+            records, f"{name}: records tokenized", log, total=len(records)
+        )
         for index, record in enumerate(counted):
             place = record_name(name, index)
             pairs = [(make_row(renderer, example, place), example) for example in record]
             try:
                 self._add(
-                    tuple(expand_images(renderer, *pair, place) for pair in pairs), record, settings, place
+                    tuple(expand_images(renderer, *pair, place) for pair in pairs),
+                    record,
+                    settings,
+                    place,
                 )
             except ImageError as error:
                 unreadable.append(str(error))
@@ -77,11 +88,17 @@ class SequenceDataset:
                 f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key."
             )
         self.warnings = warn_of_left_out(name, unreadable)
-        self.warnings += [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (
-            equal > 0
-        )
+        self.warnings += [
+            f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"
+        ] * (equal > 0)
 
-    def _add(self, item: Item, record: tuple[Example, ...], settings: OfflineDataConfig, place: str) -> None:
+    def _add(
+        self,
+        item: Item,
+        record: tuple[Example, ...],
+        settings: OfflineDataConfig,
+        place: str,
+    ) -> None:
         longest = max(len(row["input_ids"]) for row, _ in item)
         if longest <= settings.max_tokens:
             self._items.append(item)
@@ -110,7 +127,9 @@ class SequenceDataset:
         `first`).
         """
         places = range(start, start + count)
-        return self._batch([f"{place}" for place in places], [self._at(place) for place in places])
+        return self._batch(
+            [f"{place}" for place in places], [self._at(place) for place in places]
+        )
 
     def first(self, count: int) -> RemoteBatch:
         """Return the first `count` records in file order, 0 for all.
@@ -147,7 +166,9 @@ def _shared_tokens(item: Item) -> int:
     """Count the first tokens that all sequences share, each with at least one more."""
     sequences = _keys(item)
     size = min(map(len, sequences)) - 1
-    alike = np.all([sequence[:size] == sequences[0][:size] for sequence in sequences], axis=0)
+    alike = np.all(
+        [sequence[:size] == sequences[0][:size] for sequence in sequences], axis=0
+    )
     return int(np.cumprod(alike).sum())
 
 
@@ -163,7 +184,9 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
         "length": np.array([len(row["input_ids"]) for row in rows]),
         "response_tokens": np.array([int(row["loss_mask"].sum()) for row in rows]),
     }
-    if len(items) < len(rows):  # the planner keeps sequences with the same beginning together
+    if len(items) < len(
+        rows
+    ):  # the planner keeps sequences with the same beginning together
         shared = [_shared_tokens(item) for item in items for _ in item]
         hashes = object_column([b""] * len(rows))
         columns |= {

@@ -15,7 +15,13 @@ from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfi
 from controller.config.training import count_noun
 from controller.data.data_files import data_folder
 from controller.data.identity import DataIdentity, offline_identity
-from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
+from controller.data.image_columns import (
+    COMPARED,
+    blind_images,
+    image_columns,
+    reads_images,
+    texts_of,
+)
 from controller.data.records import Record, read_records
 from controller.data.unread_columns import CHATS, names_in, unread_columns
 from controller.engines.fleet import RestartBudget
@@ -66,19 +72,25 @@ class OfflineInputs:
     warnings: list[str]
 
 
-def prepare_command(command: Command, arguments: Sequence[str], page: Page) -> Callable[[], None] | None:
+def prepare_command(
+    command: Command, arguments: Sequence[str], page: Page
+) -> Callable[[], None] | None:
     """Return the function that starts the run, or None after a dry run. Raises as `prepare`."""
     request = parse_arguments(arguments, command)
     config: Any = load_as(command.schema, request.config, request.overrides)
     if not request.dry_run:
         return prepare(config)
     check_offline(config)
-    check_together(lambda: check_machine(config, dry_run=True), lambda: check_models(config, page.note))
+    check_together(
+        lambda: check_machine(config, dry_run=True), lambda: check_models(config, page.note)
+    )
     dry_run(config, page, everything=request.everything)
     return None
 
 
-def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
+def prepare(
+    config: OfflineConfig, callbacks: Sequence["Callback"] = ()
+) -> Callable[[], None] | None:
     """Check everything, and return the function that starts the run, or None if no steps are left."""
     check_offline(config)
     # run.steps sets the end before the data is read, run.epochs needs the number of records.
@@ -118,7 +130,11 @@ def _dataset_lines(dataset: SequenceDataset) -> list[str]:
 
 def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[str]]:
     """Return the examples, their identity, and warnings of the chat template."""
-    read = {path: read_records(path) for path in (config.data.train, config.data.validation) if path}
+    read = {
+        path: read_records(path)
+        for path in (config.data.train, config.data.validation)
+        if path
+    }
     identity = offline_identity(config, read[config.data.train])
     check_same_data(config, identity)
     examples: Examples = {}
@@ -134,7 +150,11 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     blind = _blind_images(config, read, examples)
     has_tools = any(options.get("tools") for _, options in chats)
     unread = _unread_columns(config, read, blind, chats=bool(chats))
-    return examples, identity, [*(trial.warnings(tools=has_tools) if trial else []), *blind, *unread]
+    return (
+        examples,
+        identity,
+        [*(trial.warnings(tools=has_tools) if trial else []), *blind, *unread],
+    )
 
 
 def _chats_of(examples: Iterable[Example]) -> list[tuple[list[Any], Options]]:
@@ -147,22 +167,38 @@ def _chats_of(examples: Iterable[Example]) -> list[tuple[list[Any], Options]]:
 
 
 def _unread_columns(
-    config: OfflineConfig, data: Mapping[str, list[Record]], blind: Sequence[str], *, chats: bool
+    config: OfflineConfig,
+    data: Mapping[str, list[Record]],
+    blind: Sequence[str],
+    *,
+    chats: bool,
 ) -> list[str]:
     """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns
     too.
     """
-    names = {name for records in data.values() for record in records[:COMPARED] for name in record}
+    names = {
+        name
+        for records in data.values()
+        for record in records[:COMPARED]
+        for name in record
+    }
     read = names_in(config.data, names) | (CHATS if chats else set())
     if isinstance(config, SftConfig) and config.data.messages_key in names:
-        read -= {config.data.prompt_key, config.data.response_key} - {config.data.messages_key}
+        read -= {config.data.prompt_key, config.data.response_key} - {
+            config.data.messages_key
+        }
     of_images = {
-        name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind
+        name
+        for rows in data.values()
+        for name in image_columns(rows, config.data.image_key)
+        if blind
     }
     return unread_columns(data, read | of_images)
 
 
-def _blind_images(config: OfflineConfig, data: Mapping[str, list[Record]], examples: Examples) -> list[str]:
+def _blind_images(
+    config: OfflineConfig, data: Mapping[str, list[Record]], examples: Examples
+) -> list[str]:
     """Return warnings of images that the model would not see. Raises as `blind_images`."""
     warnings: list[str] = []
     if not reads_images(config):
@@ -183,17 +219,28 @@ def _texts(row: Sequence[Example]) -> Iterator[str]:
         yield from texts_of(example.response)
 
 
-def _examples_of(config: OfflineConfig, record: Record, path: str, place: str) -> tuple[Example, ...]:
+def _examples_of(
+    config: OfflineConfig, record: Record, path: str, place: str
+) -> tuple[Example, ...]:
     data: Any = config.data
     examples: Sequence[Example]
     if isinstance(config, SftConfig):
-        examples = sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), place)
+        examples = sft_examples(
+            record, (data.messages_key, data.prompt_key, data.response_key), place
+        )
     elif isinstance(config, PreferencesConfig):
-        examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), place)
+        examples = preference_examples(
+            record, (data.prompt_key, data.chosen_key, data.rejected_key), place
+        )
     else:
         examples = reward_examples(record, data, config.loss.name, place)
     images = record.get(data.image_key), data.image_pixels.limits, str(data_folder(path))
-    return with_options(reading_images(examples, *images, place), record, data.chat_template_arguments, place)
+    return with_options(
+        reading_images(examples, *images, place),
+        record,
+        data.chat_template_arguments,
+        place,
+    )
 
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
@@ -204,7 +251,9 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     seed = config.run.seed
 
     def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
-        return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed, log=log)
+        return SequenceDataset(
+            examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed, log=log
+        )
 
     validation = dataset(data.validation, shuffle=False) if data.validation else None
     train = dataset(data.train, shuffle=data.shuffle)
@@ -228,7 +277,10 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
 
 
 def run(
-    config: OfflineConfig, inputs: OfflineInputs, console: "Console", callbacks: Sequence["Callback"] = ()
+    config: OfflineConfig,
+    inputs: OfflineInputs,
+    console: "Console",
+    callbacks: Sequence["Callback"] = (),
 ) -> None:
     from controller.offline.steps import STEPS
     from controller.training_loop import train
@@ -238,7 +290,9 @@ def run(
     lines = [f"warning: {warning}" for warning in inputs.warnings]
     for dataset in filter(None, (inputs.train, inputs.validation)):
         if dataset.dropped:
-            lines.append(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
+            lines.append(
+                f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped"
+            )
 
     def attempt(config: OfflineConfig, budget: RestartBudget) -> None:
         del budget  # no engines to restart
@@ -249,9 +303,13 @@ def run(
 
 
 @contextmanager
-def training(config: OfflineConfig, inputs: OfflineInputs, console: "Console") -> Iterator["OfflineRun[Any]"]:
+def training(
+    config: OfflineConfig, inputs: OfflineInputs, console: "Console"
+) -> Iterator["OfflineRun[Any]"]:
     from controller.offline.steps import OfflineRun
 
     total_steps = config.optimizer_steps_over(len(inputs.train))
     with session(config, console, inputs.identity, total_steps=total_steps) as started:
-        yield OfflineRun(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
+        yield OfflineRun(
+            config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model
+        )

@@ -38,23 +38,32 @@ class PairLoss:
 
 
 def pair_loss(
-    settings: PreferenceLossConfig, log_probs: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray
+    settings: PreferenceLossConfig,
+    log_probs: np.ndarray,
+    reference: np.ndarray | None,
+    tokens: np.ndarray,
 ) -> PairLoss:
     """log_probs, reference: summed log-probs of each response, float64 [2P]. tokens: of each
     response, [2P].
     """
     weight = 1.0 / tokens if settings.averages else np.ones(len(tokens))
-    rewards = settings.beta * weight * (log_probs if reference is None else log_probs - reference)
+    rewards = (
+        settings.beta * weight * (log_probs if reference is None else log_probs - reference)
+    )
     chosen = rewards[0::2]
     rejected = rewards[1::2]
     losses, slopes = (
-        _ipo(settings, chosen - rejected) if settings.name == "ipo" else _dpo(settings, chosen - rejected)
+        _ipo(settings, chosen - rejected)
+        if settings.name == "ipo"
+        else _dpo(settings, chosen - rejected)
     )
     coefficients = settings.beta * weight * np.stack([slopes, -slopes], axis=1).ravel()
     return _loss_of(losses, coefficients, chosen, rejected)
 
 
-def bradley_terry(settings: RewardLossConfig, scores: np.ndarray, margins: np.ndarray) -> PairLoss:
+def bradley_terry(
+    settings: RewardLossConfig, scores: np.ndarray, margins: np.ndarray
+) -> PairLoss:
     """scores: float64 [2P]. margins: float64 [P]."""
     chosen = scores[0::2]
     rejected = scores[1::2]
@@ -64,10 +73,14 @@ def bradley_terry(settings: RewardLossConfig, scores: np.ndarray, margins: np.nd
     slopes = -np.exp(-np.logaddexp(0, logit))
     pull = 2 * weight * both
     losses = np.logaddexp(0, -logit) + weight * both**2
-    return _loss_of(losses, np.stack([slopes + pull, pull - slopes], axis=1).ravel(), chosen, rejected)
+    return _loss_of(
+        losses, np.stack([slopes + pull, pull - slopes], axis=1).ravel(), chosen, rejected
+    )
 
 
-def _loss_of(losses: np.ndarray, slopes: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> PairLoss:
+def _loss_of(
+    losses: np.ndarray, slopes: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
+) -> PairLoss:
     return PairLoss(
         loss=float(losses.mean()),
         coefficients=slopes / len(losses),
@@ -80,13 +93,17 @@ def _loss_of(losses: np.ndarray, slopes: np.ndarray, chosen: np.ndarray, rejecte
     )
 
 
-def _dpo(settings: PreferenceLossConfig, difference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _dpo(
+    settings: PreferenceLossConfig, difference: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     logit = difference - settings.margin
     wrong = settings.label_smoothing
     losses = (1 - wrong) * np.logaddexp(0, -logit) + wrong * np.logaddexp(0, logit)
     return losses, wrong - np.exp(-np.logaddexp(0, logit))  # e - sigmoid(-logit)
 
 
-def _ipo(settings: PreferenceLossConfig, difference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ipo(
+    settings: PreferenceLossConfig, difference: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     missing = (difference - 0.5) / settings.beta
     return missing**2, 2 * missing / settings.beta

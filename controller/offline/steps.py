@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from balancing import CostModel, Plan
-from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.offline import (
+    OfflineConfig,
+    PreferencesConfig,
+    RewardTrainingConfig,
+    SftConfig,
+)
 from controller.lifecycle.session import Session
 from controller.observability.step_metrics import update_throughput
 from controller.offline.datasets import SequenceDataset
@@ -38,7 +43,9 @@ class OfflineRun(TrainingRun[Settings]):
         *,
         cost_model: CostModel,
     ) -> None:
-        super().__init__(config, session, steps=config.steps_over(len(train)), cost_model=cost_model)
+        super().__init__(
+            config, session, steps=config.steps_over(len(train)), cost_model=cost_model
+        )
         self.dataset = train
         self.held_out = validation
         self.position = self.progress.position
@@ -47,7 +54,9 @@ class OfflineRun(TrainingRun[Settings]):
         return {"position": self.position}
 
     def measure(self) -> dict[str, float]:
-        metrics = self.record.times() | update_throughput(self.record.trained, self.record.seconds)
+        metrics = self.record.times() | update_throughput(
+            self.record.trained, self.record.seconds
+        )
         epoch = self.position / len(self.dataset)
         return metrics | {"data/epoch": epoch, "data/dropped": float(self.dataset.dropped)}
 
@@ -78,7 +87,9 @@ def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
     _learn_pairs(run, batch, plan, losses)
 
 
-def _learn_pairs(run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, losses: PairLoss) -> None:
+def _learn_pairs(
+    run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, losses: PairLoss
+) -> None:
     run.interrupts.hold()
     with run.record.phase("update"):
         weighted = batch.with_columns(coefficient=losses.coefficients)
@@ -140,7 +151,9 @@ def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, floa
     return {"loss": losses.loss, **losses.metrics}
 
 
-def reward_model_loss(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch) -> dict[str, float]:
+def reward_model_loss(
+    run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch
+) -> dict[str, float]:
     """Return `loss` and metrics of `bradley_terry` or `score_errors`, of a forward pass."""
     if run.config.compares_pairs:
         losses = scores_of_pairs(run, batch)
@@ -149,7 +162,9 @@ def reward_model_loss(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch)
     return results(run.roles.policy.measure_labels(batch, plan, run.config.loss.name))
 
 
-LOSSES: dict[type[OfflineConfig], Callable[[OfflineRun[Any], RemoteBatch], dict[str, float]]] = {
+LOSSES: dict[
+    type[OfflineConfig], Callable[[OfflineRun[Any], RemoteBatch], dict[str, float]]
+] = {
     SftConfig: sft_loss,
     PreferencesConfig: preferences_loss,
     RewardTrainingConfig: reward_model_loss,
@@ -159,7 +174,9 @@ LOSSES: dict[type[OfflineConfig], Callable[[OfflineRun[Any], RemoteBatch], dict[
 
 def scores_of_pairs(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch) -> PairLoss:
     """Return the loss of the batch's pairs, and its gradient by each sequence's score."""
-    scores = run.roles.policy.score(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+    scores = run.roles.policy.score(
+        batch, run.planner.forward_plan(batch, "policy.log_probs")
+    )
     return bradley_terry(run.config.loss, scores, batch["label"][::2])
 
 

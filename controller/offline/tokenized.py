@@ -65,24 +65,38 @@ def with_options(
 
 
 def reading_images(
-    examples: Iterable[Example], column: Any, pixels: tuple[int, int], folder: str, place: str
+    examples: Iterable[Example],
+    column: Any,
+    pixels: tuple[int, int],
+    folder: str,
+    place: str,
 ) -> tuple[Example, ...]:
     """Give each example its images, from `column` or its messages. See `ImageSource`. Raises DataError."""
     new_examples = []
     for example in examples:
         is_text = isinstance(example.response, str)
         first = len(example.prompt)
-        messages, values = with_images("" if is_text else [*example.prompt, *example.response], column, place)
+        messages, values = with_images(
+            "" if is_text else [*example.prompt, *example.response], column, place
+        )
         images = tuple(ImageSource(value, place, folder, pixels) for value in values)
-        changes = {} if is_text else {"prompt": messages[:first], "response": messages[first:]}
+        changes = (
+            {} if is_text else {"prompt": messages[:first], "response": messages[first:]}
+        )
         new_examples.append(example._replace(images=images, **changes))
     return tuple(new_examples)
 
 
-def expand_images(renderer: Renderer, row: Row, example: Example, place: str) -> tuple[Row, Placed]:
+def expand_images(
+    renderer: Renderer, row: Row, example: Example, place: str
+) -> tuple[Row, Placed]:
     """Give a row its images' tokens, of which none is learned. Raises as `Renderer.expand`."""
-    ids, placed = renderer.expand(row["input_ids"], [source.image() for source in example.images], place)
-    return {name: spread(values, placed) for name, values in row.items()} | {"input_ids": ids}, placed
+    ids, placed = renderer.expand(
+        row["input_ids"], [source.image() for source in example.images], place
+    )
+    return {name: spread(values, placed) for name, values in row.items()} | {
+        "input_ids": ids
+    }, placed
 
 
 def sft_examples(record: Record, keys: tuple[str, str, str], place: str) -> tuple[Example]:
@@ -98,7 +112,9 @@ def sft_examples(record: Record, keys: tuple[str, str, str], place: str) -> tupl
     return (_example(record[prompt], record[response], place),)
 
 
-def preference_examples(record: Record, keys: tuple[str, str, str], place: str) -> tuple[Example, Example]:
+def preference_examples(
+    record: Record, keys: tuple[str, str, str], place: str
+) -> tuple[Example, Example]:
     """Return the chosen and the rejected example. keys: columns of the prompt, the chosen, the rejected
     response.
 
@@ -131,26 +147,42 @@ def preference_examples(record: Record, keys: tuple[str, str, str], place: str) 
 
 
 def _is_conversation(response: Any) -> bool:
-    return isinstance(response, list) and all(isinstance(message, dict) for message in response)
+    return isinstance(response, list) and all(
+        isinstance(message, dict) for message in response
+    )
 
 
-def reward_examples(record: Record, data: RewardDataConfig, loss: str, place: str) -> tuple[Example, ...]:
+def reward_examples(
+    record: Record, data: RewardDataConfig, loss: str, place: str
+) -> tuple[Example, ...]:
     """Return a pair with its margin, a response with its score, or one with its steps and their labels.
 
     Raises DataError.
     """
     if loss == "bradley_terry":
-        pair = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), place)
+        pair = preference_examples(
+            record, (data.prompt_key, data.chosen_key, data.rejected_key), place
+        )
         margin = record.get(data.margin_key)
         return pair[0]._replace(
             label=0.0 if margin is None else _number(margin, data.margin_key, place)
         ), pair[1]
-    keys = (data.response_key, data.score_key) if loss == "regression" else (data.steps_key, data.labels_key)
+    keys = (
+        (data.response_key, data.score_key)
+        if loss == "regression"
+        else (data.steps_key, data.labels_key)
+    )
     if missing := [key for key in (data.prompt_key, *keys) if record.get(key) is None]:
-        raise DataError(f"{place} has no {missing[0]!r}. Set the data.*_key settings to its columns.")
+        raise DataError(
+            f"{place} has no {missing[0]!r}. Set the data.*_key settings to its columns."
+        )
     prompt, response, label = (record[key] for key in (data.prompt_key, *keys))
     if loss == "regression":
-        return (_example(prompt, response, place)._replace(label=_number(label, keys[1], place)),)
+        return (
+            _example(prompt, response, place)._replace(
+                label=_number(label, keys[1], place)
+            ),
+        )
     return (_stepwise(prompt, response, label, data.step_separator, place),)
 
 
@@ -161,12 +193,20 @@ def _number(value: Any, key: str, place: str) -> float:
 
 
 def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, place: str) -> Example:
-    lists = isinstance(steps, list) and isinstance(labels, list) and len(steps) == len(labels) > 0
+    lists = (
+        isinstance(steps, list)
+        and isinstance(labels, list)
+        and len(steps) == len(labels) > 0
+    )
     if not lists or not all(isinstance(step, str) and step for step in steps):
-        raise DataError(f"{place} needs a list of steps, which are texts, and as many labels. Correct them.")
+        raise DataError(
+            f"{place} needs a list of steps, which are texts, and as many labels. Correct them."
+        )
     numbers = [_number(label, "a label", place) for label in labels]
     if not all(0 <= number <= 1 for number in numbers):
-        raise DataError(f"{place} has the labels {numbers!r:.80}. Give numbers from 0 to 1.")
+        raise DataError(
+            f"{place} has the labels {numbers!r:.80}. Give numbers from 0 to 1."
+        )
     labelled_ends = []
     end = 0
     for step, number in zip(steps, numbers, strict=True):
@@ -177,14 +217,18 @@ def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, place: str) 
     return example._replace(steps=tuple(labelled_ends))
 
 
-def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Messages:
+def _start_of_conversations(
+    prompt: Any, chosen: Messages, rejected: Messages, place: str
+) -> Messages:
     """Return the messages of the prompt with which both lists begin, or none if they are answers alone.
 
     prompt: messages, a text that one of the common messages holds, or None. Raises DataError.
     """
     if isinstance(prompt, list):
         sides = [
-            clean_prompt(side[: len(prompt)], place) for side in (chosen, rejected) if len(side) > len(prompt)
+            clean_prompt(side[: len(prompt)], place)
+            for side in (chosen, rejected)
+            if len(side) > len(prompt)
         ]
         return prompt if sides == [clean_prompt(prompt, place)] * 2 else []
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -194,8 +238,12 @@ def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, p
     )
     start = list(chosen[:common])
     if prompt is None and not start:
-        raise DataError(f"{place} has no prompt, and its chosen and rejected messages begin differently.")
-    begin_with = {message.get("role") for side in (chosen, rejected) for message in side[:1]}
+        raise DataError(
+            f"{place} has no prompt, and its chosen and rejected messages begin differently."
+        )
+    begin_with = {
+        message.get("role") for side in (chosen, rejected) for message in side[:1]
+    }
     texts = [message.get("content") for message in start]
     if isinstance(prompt, str) and begin_with != {"assistant"} and prompt not in texts:
         raise DataError(
@@ -214,7 +262,9 @@ def _example(prompt: Any, response: Any, place: str) -> Example:
     if isinstance(prompt, str) and isinstance(response, str):
         return Example(prompt, response)
     if isinstance(prompt, str):
-        raise DataError(f"{place} has a text as prompt, and a response of type {type(response).__name__}.")
+        raise DataError(
+            f"{place} has a text as prompt, and a response of type {type(response).__name__}."
+        )
     if isinstance(response, str):
         response = [{"role": "assistant", "content": response}]
     prompt = _messages(prompt, place)
@@ -239,7 +289,9 @@ def _messages(value: Any, place: str) -> Messages:
     return list(clean_prompt(value, place))
 
 
-def example_row(renderer: Renderer, example: Example, place: str, train_on: str = ALL_TURNS) -> Row:
+def example_row(
+    renderer: Renderer, example: Example, place: str, train_on: str = ALL_TURNS
+) -> Row:
     """Tokenize prompt and response. The response's text, or its assistant turns, are learned: all, or the
     last.
 
@@ -248,7 +300,10 @@ def example_row(renderer: Renderer, example: Example, place: str, train_on: str 
     if isinstance(example.response, str):
         return _text_row(renderer, example.prompt, example.response, place)
     messages = [*example.prompt, *example.response]
-    trained = [is_trained(message, number, place) for number, message in enumerate(messages, start=1)]
+    trained = [
+        is_trained(message, number, place)
+        for number, message in enumerate(messages, start=1)
+    ]
     turns = []
     for number in range(len(example.prompt), len(messages)):
         if messages[number]["role"] == "assistant":
@@ -266,7 +321,9 @@ def is_trained(message: dict[str, Any], number: int, place: str) -> bool:
     """
     for name in ("weight", "train"):
         value = message.get(name)
-        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+        if value is not None and (
+            not isinstance(value, (bool, int, float)) or value not in (0, 1)
+        ):
             raise DataError(
                 f"{place}: message {number} has {name}={value!r:.80}. Give 0 or 1, false or true."
             )
@@ -289,16 +346,29 @@ def scored_row(renderer: Renderer, example: Example, record_place: str) -> Row:
     decode = renderer.tokenizer.decode
     # Sampled responses end with the end token, and templates write a line break behind it.
     end = next(
-        (place for place in reversed(learned) if decode([full_row["input_ids"][place]]).strip()), learned[-1]
+        (
+            place
+            for place in reversed(learned)
+            if decode([full_row["input_ids"][place]]).strip()
+        ),
+        learned[-1],
     )
-    row = {"input_ids": full_row["input_ids"][: end + 1], "loss_mask": np.arange(end + 1) == end}
+    row = {
+        "input_ids": full_row["input_ids"][: end + 1],
+        "loss_mask": np.arange(end + 1) == end,
+    }
     if not example.steps:
         return row
     places = [*_step_places(renderer, example, record_place)[:-1].tolist(), end]
     if any(one >= next_place for one, next_place in itertools.pairwise(places)):
-        raise DataError(f"{record_place} has two steps that end in one token. Change data.step_separator.")
+        raise DataError(
+            f"{record_place} has two steps that end in one token. Change data.step_separator."
+        )
     row["label"] = np.zeros(end + 1)
-    row["loss_mask"][places], row["label"][places] = True, [label for _, label in example.steps]
+    row["loss_mask"][places], row["label"][places] = (
+        True,
+        [label for _, label in example.steps],
+    )
     return row
 
 
@@ -331,17 +401,29 @@ def _text_row(renderer: Renderer, prompt: str, response: str, place: str) -> Row
     prompt_ids = renderer.prompt_ids(prompt, place)
     learned = renderer.ids_behind(response, int(prompt_ids[-1]), place)
     learned += [end] * (learned[-1:] != [end])
-    return _row([*prompt_ids.tolist(), *learned], [False] * len(prompt_ids) + [True] * len(learned), place)
+    return _row(
+        [*prompt_ids.tolist(), *learned],
+        [False] * len(prompt_ids) + [True] * len(learned),
+        place,
+    )
 
 
 def _chat_row(
-    renderer: Renderer, messages: Messages, turns: Sequence[int], options: Options, place: str
+    renderer: Renderer,
+    messages: Messages,
+    turns: Sequence[int],
+    options: Options,
+    place: str,
 ) -> Row:
     def render(messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        return renderer.text(messages, place, **options, add_generation_prompt=add_generation_prompt)
+        return renderer.text(
+            messages, place, **options, add_generation_prompt=add_generation_prompt
+        )
 
     marked = turns and MARKS.search(str(renderer.tokenizer.chat_template))
-    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    spoken = [
+        number for number, message in enumerate(messages) if message["role"] == "assistant"
+    ]
     if marked and spoken == turns:
         return _row(*renderer.encode_marked(messages, place, **options), place)
     full_text = render(messages)
@@ -355,14 +437,24 @@ def _chat_row(
                 learned &= (ends <= start) | (ends > stop)
         return _row(ids, learned, place)
     learned = np.zeros(len(ids), dtype=bool)
-    special = [token for token, added in renderer.tokenizer.added_tokens_decoder.items() if added.special]
+    special = [
+        token
+        for token, added in renderer.tokenizer.added_tokens_decoder.items()
+        if added.special
+    ]
     for turn in turns:
         start, stop = _span(render, messages, turn, full_text, place)
         learned |= (ends > start) & (ends <= stop)
         following = int(np.searchsorted(ends, stop, side="right"))
         closing = int(np.searchsorted(ends, len(full_text[: ends[following - 1]].rstrip())))
-        if following < len(ids) and ids[closing] not in special and ids[following] in special:
-            learned[following] = True  # the end of a turn, where it depends on what follows, or begins that
+        if (
+            following < len(ids)
+            and ids[closing] not in special
+            and ids[following] in special
+        ):
+            learned[following] = (
+                True  # the end of a turn, where it depends on what follows, or begins that
+            )
     return _row(ids, learned, place)
 
 
@@ -380,7 +472,12 @@ def _span(
     alone = render(messages[: turn + 1])
     text = "stand-in"
     prompted, opening = _generation_prompt(render, messages, turn)
-    if turn and opening.strip() and alone.startswith(prompted) and full_text.startswith(alone):
+    if (
+        turn
+        and opening.strip()
+        and alone.startswith(prompted)
+        and full_text.startswith(alone)
+    ):
         return len(prompted), len(alone)
     while text in full_text:
         text += "-"
@@ -399,11 +496,17 @@ def _span(
         except DataError:  # templates refuse some forms of a call
             continue
         if not opening.strip():
-            header = header.rstrip(" ")  # a blank belongs to the policy, as tokens begin with it
+            header = header.rstrip(
+                " "
+            )  # a blank belongs to the policy, as tokens begin with it
         previous = len(text_before) - len(between)
         start = len(_common(full_text, text_before[: previous + len(header)]))
         rest = text_after[len(_common(end, text_after)) :]
-        if text_before.endswith(between) and start >= previous and full_text[start:].endswith(rest):
+        if (
+            text_before.endswith(between)
+            and start >= previous
+            and full_text[start:].endswith(rest)
+        ):
             return start, len(full_text) - len(rest)
     raise DataError(
         f"{place}: the chat template of model.path renders other messages differently when message "
@@ -415,12 +518,16 @@ def _span(
 def _stand_ins(message: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
     if message.get("tool_calls"):
         *earlier, last = message["tool_calls"]
-        call = last | {"function": last.get("function", last) | {"arguments": {"value": text}}}
+        call = last | {
+            "function": last.get("function", last) | {"arguments": {"value": text}}
+        }
         yield {"role": "assistant", "content": "", "tool_calls": [*earlier, call]}
     yield {"role": "assistant", "content": text}
 
 
-def _generation_prompt(render: Callable[..., str], messages: Messages, turn: int) -> tuple[str, str]:
+def _generation_prompt(
+    render: Callable[..., str], messages: Messages, turn: int
+) -> tuple[str, str]:
     """Return the prompt of an assistant's message, and what the template adds to the messages ahead for it.
 
     Templates add nothing behind an assistant, and some refuse an empty prompt: a question shows it then.
@@ -437,7 +544,11 @@ def _generation_prompt(render: Callable[..., str], messages: Messages, turn: int
 
 
 def _between(
-    render: Callable[..., str], messages: Messages, turn: int, stand_in: dict[str, Any], text: str
+    render: Callable[..., str],
+    messages: Messages,
+    turn: int,
+    stand_in: dict[str, Any],
+    text: str,
 ) -> str:
     """Return the text between the content of the message ahead of a stand-in, and the stand-in's text."""
     ahead = messages[:turn]
@@ -456,5 +567,7 @@ def _row(ids: Sequence[int], learned: Any, place: str) -> Row:
     mask = np.array(learned, dtype=bool)
     mask[:1] = False  # nothing predicts the first token
     if not mask.any():
-        raise DataError(f"{place} has no token to learn: an assistant's turn, or a response, is needed.")
+        raise DataError(
+            f"{place} has no token to learn: an assistant's turn, or a response, is needed."
+        )
     return {"input_ids": np.asarray(ids, dtype=np.int32), "loss_mask": mask}

@@ -44,7 +44,9 @@ class CostModelFitter:
 
     def state(self) -> dict[str, Any] | None:
         """Return the fit, for a checkpoint."""
-        return asdict(self._fit) | {"stage_shares": self._stages.shares} if self._fit else None
+        return (
+            asdict(self._fit) | {"stage_shares": self._stages.shares} if self._fit else None
+        )
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Use a checkpoint's fit until the next."""
@@ -52,7 +54,9 @@ class CostModelFitter:
             fit = {name: value for name, value in state.items() if name != "stage_shares"}
             self._fit = CostFit(**fit | {"model": CostModel(**state["model"])})
             shares = state.get("stage_shares")
-            self._stages = StageTimes(self._fit.overhead_seconds, tuple(shares) if shares else None)
+            self._stages = StageTimes(
+                self._fit.overhead_seconds, tuple(shares) if shares else None
+            )
 
     @property
     def cost_model(self) -> CostModel:
@@ -60,7 +64,10 @@ class CostModelFitter:
 
     def _tokens(self, time: MicroStepTime) -> float:
         first = self._first
-        images = first.image_linear * time.image_tokens + first.image_quadratic * time.squared_image_tokens
+        images = (
+            first.image_linear * time.image_tokens
+            + first.image_quadratic * time.squared_image_tokens
+        )
         return time.tokens + images / first.linear
 
     @property
@@ -83,7 +90,11 @@ class CostModelFitter:
         ]
         if not updates:
             return {}
-        error = fit_error(self._fit, updates) if self._fit else scaled_error(self._first, updates)
+        error = (
+            fit_error(self._fit, updates)
+            if self._fit
+            else scaled_error(self._first, updates)
+        )
         self._measured.extend(updates)
         self._stage_seconds = np.asarray(stage_seconds) + (
             self._stage_seconds if len(self._stage_seconds) else 0.0
@@ -92,11 +103,21 @@ class CostModelFitter:
         if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
             # Similar micro-batches cannot identify both terms: then the model stays.
             with suppress(CostModelError):
-                fit, first = CostModel.fit_sums(*zip(*self._measured, strict=True)), self._first
+                fit, first = (
+                    CostModel.fit_sums(*zip(*self._measured, strict=True)),
+                    self._first,
+                )
                 images = first.with_images(fit.model.linear / first.linear)
-                model = replace(images, linear=fit.model.linear, quadratic=fit.model.quadratic, unit="second")
+                model = replace(
+                    images,
+                    linear=fit.model.linear,
+                    quadratic=fit.model.quadratic,
+                    unit="second",
+                )
                 self._fit = replace(fit, model=model)
-                self._stages = StageTimes(self._fit.overhead_seconds, _shares(self._stage_seconds))
+                self._stages = StageTimes(
+                    self._fit.overhead_seconds, _shares(self._stage_seconds)
+                )
         return {"predicted_time_error": error}
 
 
@@ -108,7 +129,9 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
     whole_steps = []
     for stage_steps in stages.values():
         for parts in zip(*stage_steps, strict=True):
-            whole_steps.append(replace(parts[0], seconds=sum(part.seconds for part in parts)))
+            whole_steps.append(
+                replace(parts[0], seconds=sum(part.seconds for part in parts))
+            )
     return whole_steps
 
 
@@ -134,7 +157,9 @@ def _shares(seconds: np.ndarray) -> tuple[float, ...] | None:
 def fit_error(fit: CostFit, measured: Sequence[Measurement]) -> float:
     """Return the root mean square of predicted / measured seconds - 1."""
     tokens, squared, seconds = np.array(measured, np.float64).T
-    predicted = fit.overhead_seconds + fit.model.linear * tokens + fit.model.quadratic * squared
+    predicted = (
+        fit.overhead_seconds + fit.model.linear * tokens + fit.model.quadratic * squared
+    )
     return float(np.sqrt(np.mean((predicted / seconds - 1.0) ** 2)))
 
 
@@ -145,4 +170,6 @@ def scaled_error(cost_model: CostModel, measured: Sequence[Measurement]) -> floa
     """
     tokens, squared, seconds = np.array(measured, np.float64).T
     ratio = (cost_model.linear * tokens + cost_model.quadratic * squared) / seconds
-    return float(np.sqrt(np.mean((ratio * ratio.sum() / np.square(ratio).sum() - 1.0) ** 2)))
+    return float(
+        np.sqrt(np.mean((ratio * ratio.sum() / np.square(ratio).sum() - 1.0) ** 2))
+    )

@@ -36,7 +36,11 @@ Integers = np.ndarray
 
 
 def prefix_columns(
-    prompts: Integers, prompt_tokens: Integers, lengths: Integers, hashes: np.ndarray, minimum: int
+    prompts: Integers,
+    prompt_tokens: Integers,
+    lengths: Integers,
+    hashes: np.ndarray,
+    minimum: int,
 ) -> dict[str, Integers]:
     """Return the arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
 
@@ -83,7 +87,9 @@ def _depths(
         alike[rows[1:]] = equal.sum(axis=1)
     places = np.append(0, hashed_places(int(response_tokens.max())))
     largest = np.zeros(groups.max() + 1, np.int64)
-    np.maximum.at(largest, groups, fewest)  # depths of any two samples of a group are minima of several
+    np.maximum.at(
+        largest, groups, fewest
+    )  # depths of any two samples of a group are minima of several
     depths: Integers = prompt_tokens + np.maximum(0, places[alike] - largest[groups] + 1)
     return depths
 
@@ -105,7 +111,12 @@ NOT_MEASURED = StageTimes()
 
 
 def draw_mini_batches(
-    sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0, groups: np.ndarray | None = None
+    sequences: int,
+    mini_batches: int,
+    seed: int,
+    step: int,
+    epoch: int = 0,
+    groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Randomly split row numbers into mini-batches whose sizes differ by at most one, or fewer if rows are
     few.
@@ -118,11 +129,14 @@ def draw_mini_batches(
     names = np.arange(sequences) if groups is None else np.unique(groups)
     parts = np.array_split(rng.permutation(len(names)), min(mini_batches, len(names)))
     return [
-        np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, names[part])) for part in parts
+        np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, names[part]))
+        for part in parts
     ]
 
 
-def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
+def with_loss_counts(
+    batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]
+) -> "RemoteBatch":
     """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B].
 
     If samples have several rows, also `sample_tokens`, those of its sample, and `mini_batch_samples`, the
@@ -132,21 +146,32 @@ def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -
     groups = batch["group_number"]
     samples = batch.columns.get("sample_number", np.arange(len(batch)))
     columns = {
-        name: np.zeros_like(tokens) for name in ("group_tokens", "sample_tokens", "mini_batch_samples")
+        name: np.zeros_like(tokens)
+        for name in ("group_tokens", "sample_tokens", "mini_batch_samples")
     }
     for rows in mini_batches:
-        columns["group_tokens"][rows] = np.bincount(groups[rows], tokens[rows])[groups[rows]]
-        columns["sample_tokens"][rows] = np.bincount(samples[rows], tokens[rows])[samples[rows]]
-        columns["mini_batch_samples"][rows] = len(np.unique(samples[rows][tokens[rows] > 0]))
+        columns["group_tokens"][rows] = np.bincount(groups[rows], tokens[rows])[
+            groups[rows]
+        ]
+        columns["sample_tokens"][rows] = np.bincount(samples[rows], tokens[rows])[
+            samples[rows]
+        ]
+        columns["mini_batch_samples"][rows] = len(
+            np.unique(samples[rows][tokens[rows] > 0])
+        )
     several = len(np.unique(samples)) < len(batch)
-    return batch.with_columns(**columns if several else {"group_tokens": columns["group_tokens"]})
+    return batch.with_columns(
+        **columns if several else {"group_tokens": columns["group_tokens"]}
+    )
 
 
 def counted_costs(config: TrainingConfig) -> CostModel:
     """Count the FLOPs of the model's config.json. Raises ConfigError if it is missing or lacks a size."""
     try:
         description = complete_description(config.model_description())
-        return CostModel.from_model_config(description, train_vision=config.model.train_vision)
+        return CostModel.from_model_config(
+            description, train_vision=config.model.train_vision
+        )
     except CostModelError as error:
         raise ConfigError(
             f"model.path={config.model.path}: {error} Plans weigh sequences by the sizes in its "
@@ -182,7 +207,9 @@ def plan_arguments(
     degrees = context_degrees(config)
     arguments: dict[str, Any] = {
         "ranks": config.planned_ranks,
-        "max_tokens": group_cap(limits.max_tokens, 1 if degrees else policy.parallel.context_parallel),
+        "max_tokens": group_cap(
+            limits.max_tokens, 1 if degrees else policy.parallel.context_parallel
+        ),
         "context_degrees": degrees,
         "max_sequences": limits.max_sequences or None,
         "max_patches": limits.max_patches or None,
@@ -190,7 +217,9 @@ def plan_arguments(
         "multiple_of": balance.count_multiple,
         "algorithm": balance.algorithm,
         "order": None if balance.order == "auto" else balance.order,
-        "pipeline": pipeline_of(config, trains=pass_name.endswith(".update"), measured=stages),
+        "pipeline": pipeline_of(
+            config, trains=pass_name.endswith(".update"), measured=stages
+        ),
         "layout": limits.layout,
         "length_multiple": limits.length_multiple,
     }
@@ -236,7 +265,10 @@ class Planner:
     """Plans for the data-parallel ranks, which all training roles share."""
 
     def __init__(
-        self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED
+        self,
+        config: TrainingConfig,
+        cost_model: CostModel,
+        stages: StageTimes = NOT_MEASURED,
     ) -> None:
         """stages: measured times, which need a `cost_model` in seconds."""
         self.config = config
@@ -247,7 +279,9 @@ class Planner:
     def forward_plan(self, batch: "RemoteBatch", pass_name: str) -> Plan:
         return self.plan(batch, [np.arange(len(batch))], pass_name)
 
-    def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], pass_name: str) -> Plan:
+    def plan(
+        self, batch: "RemoteBatch", mini_batches: list[np.ndarray], pass_name: str
+    ) -> Plan:
         """Assign every sequence to a rank and a micro-step. Mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and, for losses that divide by groups,
@@ -264,7 +298,9 @@ class Planner:
             cost_model=self._costs(pass_name),
             images=images_of(batch),
         )
-        arguments = plan_arguments(self.config, pass_name, self.prefixes(batch, pass_name), self.stages)
+        arguments = plan_arguments(
+            self.config, pass_name, self.prefixes(batch, pass_name), self.stages
+        )
         try:
             return plan(**arguments)
         except CountError:
@@ -272,7 +308,9 @@ class Planner:
                 arguments["pipeline"], virtual_stages=1, stage_shares=None
             )
             fewest = min(arguments["min_count"], *map(len, mini_batches))
-            return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
+            return plan(
+                **arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline}
+            )
 
     def _costs(self, pass_name: str) -> CostModel:
         """A frozen tower has no backward pass, so images weigh more in forward passes."""
@@ -281,7 +319,9 @@ class Planner:
 
     def prefixes(self, batch: "RemoteBatch", pass_name: str) -> dict[str, np.ndarray]:
         """Return the arguments of `plan_batch` for shared prefixes, or empty if the pass shares nothing."""
-        if "prompt_hash" not in batch.columns or not self._shares(pass_name.partition(".")[0]):
+        if "prompt_hash" not in batch.columns or not self._shares(
+            pass_name.partition(".")[0]
+        ):
             return {}
         return prefix_columns(
             batch["prompt_hash"],
@@ -300,5 +340,11 @@ class Planner:
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
         """Draw the mini-batches of a pass over a step's samples (see `draw_mini_batches`)."""
         config = self.config
-        groups = batch["group_number"] if config.split_by == "group" else batch.columns.get("sample_number")
-        return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
+        groups = (
+            batch["group_number"]
+            if config.split_by == "group"
+            else batch.columns.get("sample_number")
+        )
+        return draw_mini_batches(
+            len(batch), config.mini_batches, config.run.seed, step, epoch, groups
+        )

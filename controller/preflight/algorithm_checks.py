@@ -34,7 +34,11 @@ def check_advantage(config: Config) -> None:
         )
     penalty = algorithm.kl_in_reward
     taught = config.uses_teacher
-    equal = algorithm.compares_groups or algorithm.advantage == "custom" or algorithm.group_filter
+    equal = (
+        algorithm.compares_groups
+        or algorithm.advantage == "custom"
+        or algorithm.group_filter
+    )
     learns = (penalty.coefficient or taught) and not algorithm.group_filter
     if algorithm.zero_variance_groups != "keep" and (learns or not equal):
         estimator = f"algorithm.advantage={algorithm.advantage} with algorithm.credit={algorithm.credit}"
@@ -53,13 +57,19 @@ def check_advantage(config: Config) -> None:
             "algorithm.advantage=none: nothing is learned from rewards. Set "
             "algorithm.loss.distillation.coefficient, or another estimator such as grpo."
         )
-    if algorithm.advantage == "maxrl" and (penalty.coefficient or config.reward.overlong_tokens):
+    if algorithm.advantage == "maxrl" and (
+        penalty.coefficient or config.reward.overlong_tokens
+    ):
         by = "algorithm.kl_in_reward" if penalty.coefficient else "reward.overlong_tokens"
         raise ConfigError(
             f"algorithm.advantage=maxrl: it takes rewards as rates of success, and {by} makes them "
             "negative. Remove one of the two."
         )
-    if penalty.coefficient and penalty.target and penalty.horizon < config.sequences_per_step:
+    if (
+        penalty.coefficient
+        and penalty.target
+        and penalty.horizon < config.sequences_per_step
+    ):
         raise ConfigError(
             f"algorithm.kl_in_reward.horizon={penalty.horizon}: the weight would jump below the "
             f"{config.sequences_per_step} sequences of a step. Raise it, such as to 20 steps."
@@ -167,7 +177,11 @@ def check_replay(config: Config) -> None:
     setting = f"batch.replay.share={config.batch.replay.share}"
     if not config.batch.replay.share:
         return
-    if config.uses_critic or config.uses_token_returns or algorithm.advantage in ("gigpo", "none"):
+    if (
+        config.uses_critic
+        or config.uses_token_returns
+        or algorithm.advantage in ("gigpo", "none")
+    ):
         raise ConfigError(
             f"{setting}: a replayed sample keeps its one advantage, and "
             f"algorithm.advantage={algorithm.advantage} gives none, or one to each token. Choose another "
@@ -178,7 +192,9 @@ def check_replay(config: Config) -> None:
 def _check_sampled_ratios(config: Config) -> None:
     sampling = config.rollout.sampling
     correction = config.algorithm.loss.rollout_correction
-    if sampling.changes and (correction.weights == "none" or correction.rejection != "none"):
+    if sampling.changes and (
+        correction.weights == "none" or correction.rejection != "none"
+    ):
         raise ConfigError(
             f"rollout.sampling.{sampling.changes[0]}: it samples from another distribution than the "
             "policy's, which is trained. Set algorithm.loss.rollout_correction.weights=token or sequence, "
@@ -190,7 +206,11 @@ def _check_sampled_ratios(config: Config) -> None:
         config.older_samples: config.old_log_probs == "sampler",
         "algorithm.loss.rollout_correction": correction.is_on,
     }
-    for reader in (name for name, reads in readers.items() if reads and not sampling.log_probs_are_whole):
+    for reader in (
+        name
+        for name, reads in readers.items()
+        if reads and not sampling.log_probs_are_whole
+    ):
         raise ConfigError(
             f"rollout.sampling.{sampling.cuts[0]}: at temperature={sampling.temperature:g} engines give "
             f"log-probs of the kept tokens alone, and the ratios of {reader} would not be 1 at equal "
@@ -251,7 +271,12 @@ def check_keep_best(config: Config, parts: Iterable[str]) -> None:
     name = config.validation.keep_best
     samples = config.validation.samples
     played = config.rollout.environment or config.rollout.runs_agent
-    adds = played or config.uses_reward_model or config.uses_judge or config.reward.overlong_tokens
+    adds = (
+        played
+        or config.uses_reward_model
+        or config.uses_judge
+        or config.reward.overlong_tokens
+    )
     if name and not adds and not is_possible(name, samples, parts):
         raise ConfigError(
             f"validation.keep_best={name} is not a validation metric: the reward gives "

@@ -26,7 +26,9 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option}={path}: cannot be written: {reason}. Name another file.") from None
+        raise ConfigError(
+            f"{option}={path}: cannot be written: {reason}. Name another file."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,12 @@ class OneLineParser(argparse.ArgumentParser):
         """Refuse an empty word, for argparse: pathlib makes the working directory of it."""
         words = sys.argv[1:] if args is None else list(args)
         if "" in words:
-            previous_word = words[words.index("") - 1] if words.index("") else "the first argument"
-            self.error(f"an argument is empty, behind {previous_word}: is a variable of the shell not set?")
+            previous_word = (
+                words[words.index("") - 1] if words.index("") else "the first argument"
+            )
+            self.error(
+                f"an argument is empty, behind {previous_word}: is a variable of the shell not set?"
+            )
         return super().parse_known_args(words, namespace)
 
 
@@ -112,14 +118,20 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     parsed = _parser(command).parse_intermixed_args(argv)
     overrides = (*parsed.verbose, *parsed.overrides)
     if parsed.all and not parsed.dry_run:
-        raise ConfigError("--all works only with --dry-run. Add --dry-run (--settings explains every key).")
+        raise ConfigError(
+            "--all works only with --dry-run. Add --dry-run (--settings explains every key)."
+        )
     if parsed.json and not parsed.dry_run:
         raise ConfigError("--json works only with --dry-run. Add --dry-run.")
     if not command.describes_clusters:
-        return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
+        return Arguments(
+            tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all
+        )
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError("--cluster works only with --dry-run. Add --dry-run.")
-    time = TimeOptions(parsed.price, parsed.lengths, parsed.response_tokens, parsed.measured)
+    time = TimeOptions(
+        parsed.price, parsed.lengths, parsed.response_tokens, parsed.measured
+    )
     if not parsed.cluster and (not parsed.measure or time != TimeOptions()):
         raise ConfigError(
             "--no-measure, --price, --lengths, --response-tokens and --measured work only with --cluster. "
@@ -127,7 +139,13 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
         )
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
     return Arguments(
-        tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all, time
+        tuple(parsed.config),
+        overrides,
+        parsed.dry_run,
+        cluster,
+        parsed.measure,
+        parsed.all,
+        time,
     )
 
 
@@ -156,10 +174,14 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         help=f"{command.tries}, print what would run and where, and start nothing",
     )
     parser.add_argument(
-        "--all", action="store_true", help="with --dry-run: print every setting, not only changed ones"
+        "--all",
+        action="store_true",
+        help="with --dry-run: print every setting, not only changed ones",
     )
     parser.add_argument(
-        OPTION, action="store_true", help="with --dry-run: print one JSON object, and notes on stderr"
+        OPTION,
+        action="store_true",
+        help="with --dry-run: print one JSON object, and notes on stderr",
     )
     if command.describes_clusters:
         parser.add_argument(
@@ -191,7 +213,10 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         help="show imbalances and mismatch of every step",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+        "overrides",
+        nargs="*",
+        metavar="key.sub=value",
+        help="settings that replace the file's",
     )
     return parser
 
@@ -199,7 +224,9 @@ def _parser(command: Command) -> argparse.ArgumentParser:
 def _price(text: str) -> float:
     price = float(text)
     if not 0 < price <= LARGEST_PRICE:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {LARGEST_PRICE:,}")
+        raise argparse.ArgumentTypeError(
+            f"{text} must be above 0 and at most {LARGEST_PRICE:,}"
+        )
     return price
 
 
@@ -209,7 +236,13 @@ def _add_time_options(parser: argparse.ArgumentParser) -> None:
         "--price": (_price, 0.0, "price of a GPU for an hour"),
         "--lengths": (Path, None, "folder of a run whose lengths count"),
         "--response-tokens": (str, "", f"length of responses: {DRAWS}"),
-        "--measured": (Path, None, "folder of a run on the same machine, to fit the prediction to"),
+        "--measured": (
+            Path,
+            None,
+            "folder of a run on the same machine, to fit the prediction to",
+        ),
     }
     for name, (kind, default, words) in options.items():
-        parser.add_argument(name, type=kind, default=default, help=f"with --cluster: {words}")
+        parser.add_argument(
+            name, type=kind, default=default, help=f"with --cluster: {words}"
+        )

@@ -18,7 +18,9 @@ def automatic_choices(config: TrainingConfig) -> dict[str, str]:
     without a model.
     """
     automatic = [
-        setting.key for setting in settings(config) if setting.default == "auto" and setting.key in CHOICES
+        setting.key
+        for setting in settings(config)
+        if setting.default == "auto" and setting.key in CHOICES
     ]
     chosen = {key: CHOICES[key](config) for key in automatic}
     return {key: choice for key, choice in chosen.items() if choice}
@@ -37,9 +39,12 @@ def _attention(config: TrainingConfig) -> str:
     able = [
         kernel
         for kernel, computed in KERNEL_FEATURES[layout].items()
-        if features <= computed and not kernel_problem(kernel, layout, cuda=config.uses_gpus, half=half)
+        if features <= computed
+        and not kernel_problem(kernel, layout, cuda=config.uses_gpus, half=half)
     ]
-    return able[0] if len(able) == 1 else f"the first that workers have of {', '.join(able)}"
+    return (
+        able[0] if len(able) == 1 else f"the first that workers have of {', '.join(able)}"
+    )
 
 
 def _share_prefixes(config: TrainingConfig) -> str:
@@ -52,7 +57,9 @@ def _gradient_checkpointing(config: TrainingConfig) -> str:
 
 def _compile(config: TrainingConfig) -> str:
     images = "vision_config" in config.model_description()
-    return _always(compiles(config.model, config.policy.parallel, cuda=config.uses_gpus, images=images))
+    return _always(
+        compiles(config.model, config.policy.parallel, cuda=config.uses_gpus, images=images)
+    )
 
 
 def _order(config: TrainingConfig) -> str:
@@ -85,7 +92,9 @@ CHOICES: dict[str, Callable[[Any], str]] = {
     "rollout.placement": lambda config: config.rollout_placement,
     "rollout.kv_cache_after_update": _kept_caches,
     "rollout.history": _history,
-    "algorithm.loss.aggregation": lambda config: automatic_aggregation(config.algorithm.loss.name),
+    "algorithm.loss.aggregation": lambda config: automatic_aggregation(
+        config.algorithm.loss.name
+    ),
     "policy.parallel.context_parallel_degree": lambda config: "by micro-step",
     "balance.order": _order,
     "balance.fit_cost_model": lambda config: _always(config.refits_cost_model),

@@ -49,7 +49,9 @@ from workers.engine.placement import fits_device
 from workers.errors import ConfigError, Problems, check_together
 
 
-def check(config: Config, functions: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
+def check(
+    config: Config, functions: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True
+) -> None:
     """Raise one error for each independent part that cannot work or has no effect, together.
 
     functions: passed to the call.
@@ -69,14 +71,19 @@ def check(config: Config, functions: GivenFunctions = NONE_GIVEN, *, needs_data:
 
 
 def _check_functions(config: Config, functions: GivenFunctions) -> None:
-    names = {key: value_of(config, key) for key in ("run.step", *OF_SAMPLES, "data.sampler")}
+    names = {
+        key: value_of(config, key) for key in ("run.step", *OF_SAMPLES, "data.sampler")
+    }
     problems = Problems()
     for key, name in names.items():
         with problems.collecting():
             if name and name not in functions:
                 check_function(key, name)
     with problems.collecting():
-        if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
+        if (
+            config.algorithm.advantage == "custom"
+            and not config.algorithm.advantage_function
+        ):
             raise ConfigError(
                 "algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function."
             )
@@ -175,9 +182,13 @@ def _check_reward_models(model: RewardModelConfig) -> None:
     for name, weight in model.named_weights.items():
         key = f"weights.{name}" if name in model.weights else "weight"
         if weight == 0:
-            raise ConfigError(f"reward.model.{key}={weight}: the model has no effect. Remove it.")
+            raise ConfigError(
+                f"reward.model.{key}={weight}: the model has no effect. Remove it."
+            )
         if name and not re.fullmatch(r"\w+", name):
-            raise ConfigError(f"reward.model.paths: {name!r} becomes a metric. Use letters, digits and _.")
+            raise ConfigError(
+                f"reward.model.paths: {name!r} becomes a metric. Use letters, digits and _."
+            )
 
 
 def check_rewards(config: Config, functions: GivenFunctions = NONE_GIVEN) -> None:
@@ -233,6 +244,10 @@ def check_sampler(config: SamplerConfig, functions: GivenFunctions = NONE_GIVEN)
             lambda: check_lengths(config),
             lambda: check_model_files(config),
             lambda: check_data(config),
-            lambda: check_rewards(config, functions) if config.needs_reward or config.rewarded else None,
+            lambda: (
+                check_rewards(config, functions)
+                if config.needs_reward or config.rewarded
+                else None
+            ),
         )
     problems.raise_all()

@@ -69,13 +69,17 @@ def parse_cluster(text: str) -> Cluster:
     """
     numbers: dict[str, Any] = {}
     for part in text.split(","):
-        match = re.fullmatch(rf"\s*(nodes|gpus|cpus|memory_gib|{'|'.join(FIGURES)})=(\d+(?:\.\d+)?)\s*", part)
+        match = re.fullmatch(
+            rf"\s*(nodes|gpus|cpus|memory_gib|{'|'.join(FIGURES)})=(\d+(?:\.\d+)?)\s*", part
+        )
         if match is None and (named := re.fullmatch(r"\s*gpu=(\w+)\s*", part)):
             _set_once(numbers, "gpu", named.group(1))
             continue
         if match is None:
             names = ", ".join(("nodes", "gpus", "gpu", "cpus", "memory_gib", *FIGURES))
-            raise ConfigError(f"--cluster: {shorten(part, 40)!r} is none of {names}. Write {FORM}.")
+            raise ConfigError(
+                f"--cluster: {shorten(part, 40)!r} is none of {names}. Write {FORM}."
+            )
         number = float(match.group(2))
         if number > LARGEST_FIGURE or (not number and match.group(1) in FIGURES):
             raise ConfigError(
@@ -83,7 +87,10 @@ def parse_cluster(text: str) -> Cluster:
             )
         _set_once(numbers, match.group(1), int(number) if number.is_integer() else number)
     if name := numbers.get("gpu"):
-        numbers = {"gpu_gib": _gib_of(name), "cpus": CPUS_OF_GPU * numbers.get("gpus", 0)} | numbers
+        numbers = {
+            "gpu_gib": _gib_of(name),
+            "cpus": CPUS_OF_GPU * numbers.get("gpus", 0),
+        } | numbers
     needed = ("nodes", "cpus", *(["gpu_gib"] if numbers.get("gpus") else []))
     missing = [name for name in needed if not numbers.get(name)]
     if missing or any(isinstance(numbers.get(name), float) for name in ("nodes", "gpus")):
@@ -127,12 +134,14 @@ def place(config: Config, cluster: Cluster) -> Placement:
     placed = {}
     for pool in pools(config):
         nodes = [
-            _take(free, b, f"bundle {i} of pool {pool.name}", cluster) for i, b in enumerate(pool.bundles)
+            _take(free, b, f"bundle {i} of pool {pool.name}", cluster)
+            for i, b in enumerate(pool.bundles)
         ]
         placed[pool.name] = tuple(nodes[bundle] for bundle in _bundle_of_rank(pool, nodes))
     reward = next(request for request in role_requests(config) if not request.pool)
     rewards = tuple(
-        _take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster) for i in range(reward.actors)
+        _take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster)
+        for i in range(reward.actors)
     )
     return Placement(placed, rewards)
 
@@ -161,7 +170,8 @@ def _bundle_of_rank(pool: Pool, nodes: list[int]) -> tuple[int, ...]:
 def cluster_in_words(cluster: Cluster) -> str:
     gpus = f"{cluster.gpus} GPUs of {cluster.gpu_gib:g} GiB and " if cluster.gpus else ""
     return (
-        f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with {gpus}{cluster.cpus:g} CPUs each"
+        f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with "
+        f"{gpus}{cluster.cpus:g} CPUs each"
     )
 
 
@@ -170,7 +180,9 @@ def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, 
     by_role: dict[str, list[int]] = {}
     for request in role_requests(config):
         nodes = placement.pools[request.pool] if request.pool else placement.rewards
-        step = config.rollout.tensor_parallel if _shares_training(config, request.role) else 1
+        step = (
+            config.rollout.tensor_parallel if _shares_training(config, request.role) else 1
+        )
         by_role[request.role] = [
             i for i in range(request.actors) if nodes[ranks_of_engine(i, step)[0]] == node
         ]

@@ -32,7 +32,9 @@ def check_data(config: Config) -> None:
         lambda: check_image_pixels(data.image_pixels),
         lambda: check_installed("rollout.environment", config.rollout.environment),
         lambda: _check_named_data(config),
-        lambda: check_function("data.curriculum", data.curriculum) if data.curriculum else None,
+        lambda: (
+            check_function("data.curriculum", data.curriculum) if data.curriculum else None
+        ),
         lambda: _check_sampler(config),
     )
 
@@ -45,12 +47,16 @@ def _check_named_data(config: Config) -> None:
             "one of data.train and data.sources (several, by weight) must be set, and not both."
         )
     if not data.prompt_key:
-        raise ConfigError("data.prompt_key='': names no column. Set it to the column with the prompt.")
+        raise ConfigError(
+            "data.prompt_key='': names no column. Set it to the column with the prompt."
+        )
     problems = Problems()
     for path, weight in data.sources.items():
         with problems.collecting():
             if weight <= 0:
-                raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
+                raise ConfigError(
+                    f"data.sources: the weight of {path} must be above 0, not {weight:g}."
+                )
     for path in data.weights:
         with problems.collecting():
             _check_records(config, key, path)
@@ -70,7 +76,9 @@ def _check_records(config: Config, key: str, path: str) -> None:
     source_key = config.data.source_key
     problems = Problems()
     with problems.collecting():
-        _check_prompt(config, f"{key}: the prompts of {path}", record[config.data.prompt_key])
+        _check_prompt(
+            config, f"{key}: the prompts of {path}", record[config.data.prompt_key]
+        )
     with problems.collecting():
         if package_of(environment) and TASK not in record:
             raise ConfigError(
@@ -128,7 +136,9 @@ def _lacks_template(config: Config) -> bool:
     return not model.chat_template and (model.tokenizer or not config.is_described)
 
 
-def first_record(key: str, path: str, prompt_key: str = "", image_key: str = "") -> dict[str, Any]:
+def first_record(
+    key: str, path: str, prompt_key: str = "", image_key: str = ""
+) -> dict[str, Any]:
     """Read the first record of a data set. Raises ConfigError, naming `key`, if no record has a prompt."""
     try:
         check_installed(key, path)

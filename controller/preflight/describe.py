@@ -12,7 +12,15 @@ from typing import Any
 
 import yaml
 
-from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools, role_requests, sum_reserved
+from controller.actors.layout import (
+    Bundle,
+    Pool,
+    RoleRequest,
+    idle_gpus,
+    pools,
+    role_requests,
+    sum_reserved,
+)
 from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
 from controller.config.conditions import Conditions, effect_words
 from controller.config.file import Setting, settings
@@ -50,7 +58,9 @@ def page_sections(config: TrainingConfig, *, everything: bool = False) -> list[S
         title = "configuration, where it differs from the defaults (--all: everything)"
     choices = automatic_choices(config)
     sections = [
-        Section("configuration", title, text.splitlines(), {"settings": yaml.safe_load(text)}),
+        Section(
+            "configuration", title, text.splitlines(), {"settings": yaml.safe_load(text)}
+        ),
         Section("placement", "placement", _placement(config), _placement_facts(config)),
         Section("sizes", "sizes", _sizes(config), _size_facts(config)),
         Section(
@@ -107,17 +117,23 @@ def settings_page(schema: type[TrainingConfig] = Config) -> str:
         settings(schema()), key=lambda setting: setting.key.partition(".")[0]
     ):
         blocks.append(f"== {section} ==")
-        blocks += [_setting_entry(setting, schema.conditions) for setting in section_settings]
+        blocks += [
+            _setting_entry(setting, schema.conditions) for setting in section_settings
+        ]
     return "\n".join(blocks)
 
 
 def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
-    return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings(schema())))
+    return list(
+        dict.fromkeys(setting.key.partition(".")[0] for setting in settings(schema()))
+    )
 
 
 def _setting_entry(setting: Setting, conditions: Conditions) -> str:
     default = "must be set" if setting.required else f"default {setting.default!r}"
-    facts = ", ".join(fact for fact in (setting.type.__name__, default, setting.range) if fact)
+    facts = ", ".join(
+        fact for fact in (setting.type.__name__, default, setting.range) if fact
+    )
     text = f"{setting.doc} {effect_words(conditions, setting.only_with)}"
     doc = textwrap.fill(text, width=100, initial_indent="    ", subsequent_indent="    ")
     return f"{setting.key}  ({facts})\n{doc}"
@@ -125,7 +141,11 @@ def _setting_entry(setting: Setting, conditions: Conditions) -> str:
 
 def _placement(config: TrainingConfig) -> list[str]:
     device = "GPUs" if config.uses_gpus else "CPUs"
-    engines = f"; rollout.placement is {config.rollout_placement}" if isinstance(config, Config) else ""
+    engines = (
+        f"; rollout.placement is {config.rollout_placement}"
+        if isinstance(config, Config)
+        else ""
+    )
     lines = [f"models run on {device}{engines}"]
     lines += [_pool_line(pool) for pool in pools(config)]
     lines += [_role_line(request) for request in role_requests(config)]
@@ -154,7 +174,11 @@ def _role_line(request: RoleRequest) -> str:
     gpus = f", {request.gpus:g} GPU" if request.gpus else ""
     last = request.actors - 1
     bundles = "0" if last == 0 else f"0..{last}"
-    place = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
+    place = (
+        f"bundle {bundles} of pool {request.pool}"
+        if request.pool
+        else "anywhere in the cluster"
+    )
     return f"{request.role}: {count_noun(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {place}"
 
 
@@ -162,7 +186,11 @@ def _sizes(config: TrainingConfig) -> list[str]:
     parallel = config.policy.parallel
     stages = []
     if parallel.pipeline_parallel > 1:
-        parts = f", {parallel.virtual_stages} parts of the layers each" if parallel.virtual_stages > 1 else ""
+        parts = (
+            f", {parallel.virtual_stages} parts of the layers each"
+            if parallel.virtual_stages > 1
+            else ""
+        )
         stages = [
             f"a model: in {parallel.pipeline_parallel} stages{parts}. Each data-parallel rank has all of them"
         ]
@@ -206,7 +234,11 @@ def _sampling_sizes(config: Config) -> list[str]:
 def _cap_line(config: TrainingConfig, limits: Limits) -> str:
     longest = config.longest_sequence
     room = limits.max_tokens * config.policy.parallel.context_parallel // longest
-    patches = f". Its images have at most {limits.max_patches:,} patches" if limits.max_patches else ""
+    patches = (
+        f". Its images have at most {limits.max_patches:,} patches"
+        if limits.max_patches
+        else ""
+    )
     if limits.max_sequences:
         room = min(room, limits.max_sequences)
     return (
@@ -219,7 +251,9 @@ def warnings(config: Config) -> list[str]:
     """Return warnings, which a run prints at its start too."""
     lines = state_warnings(config)
     if config.resources.device == "auto" and not config.uses_gpus and has_amd_gpus():
-        lines.append("resources.device=auto: AMD GPUs (ROCm) are not supported, so models run on CPUs")
+        lines.append(
+            "resources.device=auto: AMD GPUs (ROCm) are not supported, so models run on CPUs"
+        )
     if not read_model_files(config.model.path, "model.path").end_of_sequence:
         lines.append(
             f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, "
@@ -237,13 +271,17 @@ def state_warnings(config: TrainingConfig) -> list[str]:
     lines = []
     for key, path in config.model_paths.items():
         if path and (problem := missing_kernels(read_model_files(path, key).text)):
-            lines.append(f"{key}={path}: {problem}. Install ballast-rl[hybrid] on every node")
+            lines.append(
+                f"{key}={path}: {problem}. Install ballast-rl[hybrid] on every node"
+            )
     return lines
 
 
 def _notes(config: TrainingConfig) -> list[str]:
     notes = idle_gpus(config, config.gpus)
-    notes += _sampling_notes(config) if isinstance(config, Config) else state_warnings(config)
+    notes += (
+        _sampling_notes(config) if isinstance(config, Config) else state_warnings(config)
+    )
     if (
         config.policy.max_tokens_per_micro_batch * config.policy.parallel.context_parallel
         < 2 * config.longest_sequence

@@ -33,7 +33,9 @@ from workers.errors import ConfigError
 AMD_CARDS = ("MI300X",)
 
 
-def print_cluster(config: Config, cluster: Cluster, page: Page, *, measured: bool = True) -> None:
+def print_cluster(
+    config: Config, cluster: Cluster, page: Page, *, measured: bool = True
+) -> None:
     """Write placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does
     not.
     """
@@ -56,12 +58,17 @@ def print_cluster(config: Config, cluster: Cluster, page: Page, *, measured: boo
     if not memory.roles:
         gpus = f"{sum_reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}"
         page.write(
-            f"not measured: {memory.problem}", f"fits: GPUs yes ({gpus}), memory unknown", fits="unknown"
+            f"not measured: {memory.problem}",
+            f"fits: GPUs yes ({gpus}), memory unknown",
+            fits="unknown",
         )
         return
-    host = host_memory(config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", [])))
+    host = host_memory(
+        config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", []))
+    )
     sizes = ", ".join(
-        f"{role} {measurement['sizes']['parameters']:,}" for role, measurement in memory.roles.items()
+        f"{role} {measurement['sizes']['parameters']:,}"
+        for role, measurement in memory.roles.items()
     )
     page.write(
         f"parameters: {sizes}",
@@ -87,7 +94,8 @@ def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> l
     """Write a line per node or range of idle nodes, with notes."""
     lines = [cluster_in_words(cluster)]
     node_roles = [
-        (node, _roles_in_words(roles_on_node(config, placement, node))) for node in range(cluster.nodes)
+        (node, _roles_in_words(roles_on_node(config, placement, node)))
+        for node in range(cluster.nodes)
     ]
     for words, nodes in groupby(node_roles, key=lambda item: item[1]):
         numbers = [node for node, _ in nodes]
@@ -99,8 +107,14 @@ def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> l
             "several nodes, where every layer waits for the network"
         )
     if cluster.gpu in AMD_CARDS:
-        lines.append(f"note: gpu={cluster.gpu} is predicted only, because runs on ROCm are not supported")
-    return lines + ([f"note: {note}" for note in _sharding_notes(config, placement)] if cluster.gpus else [])
+        lines.append(
+            f"note: gpu={cluster.gpu} is predicted only, because runs on ROCm are not supported"
+        )
+    return lines + (
+        [f"note: {note}" for note in _sharding_notes(config, placement)]
+        if cluster.gpus
+        else []
+    )
 
 
 def _sharding_notes(config: Config, placement: Placement) -> list[str]:
@@ -119,7 +133,11 @@ def _sharding_notes(config: Config, placement: Placement) -> list[str]:
             f"policy.parallel.replicate=1 gathers each layer over {nodes} nodes. replicate={nodes} gathers "
             f"within a node, and takes {nodes} times the memory for weights, gradients and optimiser state"
         )
-    if policy.parallel.pipeline_parallel > 1 and policy.reshard_after_forward and policy.data_parallel > 1:
+    if (
+        policy.parallel.pipeline_parallel > 1
+        and policy.reshard_after_forward
+        and policy.data_parallel > 1
+    ):
         notes.append(
             "policy.reshard_after_forward=true gathers the layers of a pipeline stage twice a micro-batch. "
             "false gathers them once a mini-batch, and keeps them on the GPU"

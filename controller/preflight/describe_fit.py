@@ -46,7 +46,9 @@ def _lines_of_gpus(config: TrainingConfig) -> list[str]:
     available = config.gpus
     nodes = max(1, ceil(requested / NODE))
     if config.joins_cluster:
-        verdict = f"unknown until the run asks Ray's cluster for {count_noun(requested, 'GPU')}"
+        verdict = (
+            f"unknown until the run asks Ray's cluster for {count_noun(requested, 'GPU')}"
+        )
     elif not available:
         verdict = f"unknown, because this machine has no GPUs and the run uses {requested}"
     elif requested > available:
@@ -63,7 +65,9 @@ def _memory_lines(config: TrainingConfig) -> list[str]:
     """Write the memory of a GPU by the formula, if it has all parts: neither images nor states in host
     memory.
     """
-    offloads = [setting.key for setting in settings(config) if setting.key.endswith("cpu_offload")]
+    offloads = [
+        setting.key for setting in settings(config) if setting.key.endswith("cpu_offload")
+    ]
     if any(value_of(config, key) not in (False, "none") for key in offloads):
         return []
     try:
@@ -78,7 +82,9 @@ def _memory_lines(config: TrainingConfig) -> list[str]:
     kept, passing = training_gib(shape, layout, needs)
     least = " at least" if config.model.gradient_checkpointing == "auto" else ""
     gpus = [name for name in MACHINES if name != "cpu"]
-    fitting = [name for name in gpus if _fits_gpu(config, shape, layout, needs, MACHINES[name].gib)]
+    fitting = [
+        name for name in gpus if _fits_gpu(config, shape, layout, needs, MACHINES[name].gib)
+    ]
     others = [name for name in gpus if name not in fitting]
     verdict = f"It fits {', '.join(fitting) or 'no GPU that Ballast knows'}"
     if fitting and others:
@@ -89,7 +95,9 @@ def _memory_lines(config: TrainingConfig) -> list[str]:
     ]
 
 
-def _fits_gpu(config: TrainingConfig, shape: ModelShape, layout: Layout, needs: Needs, gib: float) -> bool:
+def _fits_gpu(
+    config: TrainingConfig, shape: ModelShape, layout: Layout, needs: Needs, gib: float
+) -> bool:
     if isinstance(config, Config) and config.engines:
         rollout = config.rollout
         placement = config.rollout_placement

@@ -45,7 +45,11 @@ class TimeOptions:
 
 
 def print_time(
-    config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int], page: Page
+    config: Config,
+    cluster: Cluster,
+    options: TimeOptions,
+    prompts: Sequence[int],
+    page: Page,
 ) -> None:
     """Write the section. prompts: lengths of the data's prompts, empty if it is elsewhere. Raises
     ConfigError.
@@ -60,14 +64,23 @@ def print_time(
     step_time = problem.seconds(layout)
     tokens = workload.tokens
     gpus = max(layout.gpus, cluster.nodes * cluster.gpus)
-    variant_times = {words: problem.seconds(variant) for words, variant in changes(layout).items()}
+    variant_times = {
+        words: problem.seconds(variant) for words, variant in changes(layout).items()
+    }
     gains = sorted(
-        ((step_time.seconds / variant_time.seconds, words) for words, variant_time in variant_times.items()),
+        (
+            (step_time.seconds / variant_time.seconds, words)
+            for words, variant_time in variant_times.items()
+        ),
         reverse=True,
     )
     below = "\n" + 11 * " "
-    best_gains = [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
-    helping = [f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in best_gains]
+    best_gains = [
+        (gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN
+    ]
+    helping = [
+        f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in best_gains
+    ]
     lines = [
         *source_lines,
         f"tokens: responses {workload.responses.mean():,.0f} on average, at most "
@@ -100,12 +113,15 @@ def read_problem(
     if config.model.attention == "flash4":
         efficiency = replace(efficiency, attention=ATTENTION_OF_FLASH4)
     devices = cluster.gpus or int(cluster.cpus)
-    machine_line = f"one {machine.name} of {cluster.nodes} x {devices}: figures of its data sheet"
+    machine_line = (
+        f"one {machine.name} of {cluster.nodes} x {devices}: figures of its data sheet"
+    )
     if options.measured:
         machine, efficiency, machine_line = fit_to_run(options.measured, machine)
     responses = drawn_lengths(options.response_tokens, config.longest_response)
     source = (
-        options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
+        options.response_tokens
+        or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
     )
     if options.lengths:
         responses, recorded = recorded_lengths(options.lengths)
@@ -113,11 +129,16 @@ def read_problem(
         source = f"those of {options.lengths}"
     prompts = prompts or [config.data.max_prompt_tokens // 2]
     workload = workload_of(config, responses, prompts)
-    return Problem(shape_of(config), workload, machine, efficiency), [machine_line, f"responses: {source}"]
+    return Problem(shape_of(config), workload, machine, efficiency), [
+        machine_line,
+        f"responses: {source}",
+    ]
 
 
 def _table(step_time: StepTime) -> list[str]:
-    rows = [(name, phase) for name, phase in step_time.phases.items() if phase.seconds >= 0.005]
+    rows = [
+        (name, phase) for name, phase in step_time.phases.items() if phase.seconds >= 0.005
+    ]
     lines = [f"{'seconds of':12}{'predicted':>10}{'from':>10}{'to':>10}"]
     for name, phase in [*rows, ("step", step_time.step)]:
         lines.append(f"{name:12}" + "".join(f"{seconds:10,.2f}" for seconds in phase))
@@ -145,30 +166,74 @@ def changes(layout: Layout) -> dict[str, Layout]:
     nodes = layout.ranks // layout.gpus_per_node
     even = dp % 2 == 0 and half > 0
     fewer = f"policy.data_parallel={dp // 2}"
-    apart = {"placement": "apart", "staleness": 1, "dp": dp // 2, "engines": half, "replicate": 1}
-    more_ranks = {"dp": dp + engines // 2 * tp * dp // layout.ranks, "engines": engines // 2, "replicate": 1}
+    apart = {
+        "placement": "apart",
+        "staleness": 1,
+        "dp": dp // 2,
+        "engines": half,
+        "replicate": 1,
+    }
+    more_ranks = {
+        "dp": dp + engines // 2 * tp * dp // layout.ranks,
+        "engines": engines // 2,
+        "replicate": 1,
+    }
     less = {"dp": dp // 2, "engines": engines + half, "replicate": 1}
     possible: list[tuple[bool, str, dict[str, Any]]] = [
-        (True, "policy.max_tokens_per_micro_batch doubled", {"max_tokens": 2 * layout.max_tokens}),
-        (True, "rollout.max_concurrent doubled", {"max_concurrent": 2 * layout.max_concurrent}),
-        (True, "rollout.gpu_memory_utilization, 1.5 times", {"engine_gib": 1.5 * layout.engine_gib}),
+        (
+            True,
+            "policy.max_tokens_per_micro_batch doubled",
+            {"max_tokens": 2 * layout.max_tokens},
+        ),
+        (
+            True,
+            "rollout.max_concurrent doubled",
+            {"max_concurrent": 2 * layout.max_concurrent},
+        ),
+        (
+            True,
+            "rollout.gpu_memory_utilization, 1.5 times",
+            {"engine_gib": 1.5 * layout.engine_gib},
+        ),
         (True, "model.gradient_checkpointing=none", {"recomputed": 0.0}),
         (True, "policy.reshard_after_forward=false", {"reshard_after_forward": False}),
         (True, "model.share_prefixes=always", {"shared_prompts": True}),
-        (nodes > 1 and dp % nodes == 0, f"policy.parallel.replicate={nodes}", {"replicate": nodes}),
+        (
+            nodes > 1 and dp % nodes == 0,
+            f"policy.parallel.replicate={nodes}",
+            {"replicate": nodes},
+        ),
         (
             engines % 2 == 0,
             f"rollout.tensor_parallel={2 * tp}",
             {"engines": engines // 2, "engine_tp": 2 * tp},
         ),
-        (tp % 2 == 0, f"rollout.tensor_parallel={tp // 2}", {"engines": engines * 2, "engine_tp": tp // 2}),
+        (
+            tp % 2 == 0,
+            f"rollout.tensor_parallel={tp // 2}",
+            {"engines": engines * 2, "engine_tp": tp // 2},
+        ),
         (shared, "rollout.replicas=0", {"engines": layout.ranks // tp}),
-        (shared and even, f"rollout.placement=apart, rollout.max_staleness=1, {fewer}", apart),
-        (not shared, f"rollout.max_staleness={layout.staleness + 1}", {"staleness": layout.staleness + 1}),
+        (
+            shared and even,
+            f"rollout.placement=apart, rollout.max_staleness=1, {fewer}",
+            apart,
+        ),
+        (
+            not shared,
+            f"rollout.max_staleness={layout.staleness + 1}",
+            {"staleness": layout.staleness + 1},
+        ),
         (not shared and even, f"{fewer}, rollout.replicas={engines + half}", less),
-        (not shared, f"policy.data_parallel={more_ranks['dp']}, rollout.replicas={engines // 2}", more_ranks),
+        (
+            not shared,
+            f"policy.data_parallel={more_ranks['dp']}, rollout.replicas={engines // 2}",
+            more_ranks,
+        ),
     ]
-    layouts = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
+    layouts = {
+        words: replace(layout, **edits) for applies, words, edits in possible if applies
+    }
     valid = layout.gpus, True
     return {
         name: variant

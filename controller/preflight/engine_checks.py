@@ -12,7 +12,13 @@ from workers.config.roles import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.engine.engine_options import LORA_RANKS
 from workers.episodes.parser_names import known_parsers
 from workers.errors import ConfigError, Problems, check_together, raise_all
-from workers.user_code.task_sources import HARBOR, OPENENV, check_installed, name_and_options, package_of
+from workers.user_code.task_sources import (
+    HARBOR,
+    OPENENV,
+    check_installed,
+    name_and_options,
+    package_of,
+)
 
 PLAYERS = ("environment", "tools", "agent", "agent_command")
 """Settings of rollout that make samples episodes, of which a run has one."""
@@ -49,7 +55,11 @@ def check_engine_adapters(config: Config) -> None:
     lora = config.model.lora
     if not lora.sends_adapters:
         return
-    several = f"model.lora.policies={lora.policies}" if lora.policies > 1 else "model.lora.sync=adapters"
+    several = (
+        f"model.lora.policies={lora.policies}"
+        if lora.policies > 1
+        else "model.lora.sync=adapters"
+    )
     if lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"model.lora.rank={lora.rank}: with {several}, the limit is {LORA_RANKS[-1]}. Lower it."
@@ -94,7 +104,9 @@ def check_weight_sync(config: Config) -> None:
             "rollout.weight_sync=delta: engines that share the policy's GPUs (rollout.placement=colocated) "
             "drop their weights to sleep. Set full, or rollout.placement=apart."
         )
-    if config.model.dtype == "float32" or (config.model.dtype == "auto" and not config.uses_gpus):
+    if config.model.dtype == "float32" or (
+        config.model.dtype == "auto" and not config.uses_gpus
+    ):
         raise ConfigError(
             f"rollout.weight_sync=delta: model.dtype={config.model.dtype} is float32 here, and an update "
             "changes nearly all such weights. Set full, or model.dtype=bfloat16."
@@ -105,7 +117,9 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 def check_samplings(config: Config) -> None:
-    judge = {"reward.judge.sampling": config.reward.judge.sampling} if config.uses_judge else {}
+    judge = (
+        {"reward.judge.sampling": config.reward.judge.sampling} if config.uses_judge else {}
+    )
     problems = Problems()
     for key, sampling in (samplings(config) | judge).items():
         with problems.collecting():
@@ -132,10 +146,16 @@ def _check_sampling(key: str, sampling: SamplingConfig) -> None:
         )
     for name in ("stop", "bad_words"):
         if not all(getattr(sampling, name)):
-            raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: a text is empty. Remove it.")
-    if sampling.structured_outputs and [*sampling.structured_outputs] not in [[form] for form in FORMS]:
+            raise ConfigError(
+                f"{key}.{name}={getattr(sampling, name)}: a text is empty. Remove it."
+            )
+    if sampling.structured_outputs and [*sampling.structured_outputs] not in [
+        [form] for form in FORMS
+    ]:
         names = ", ".join(sampling.structured_outputs)
-        raise ConfigError(f"{key}.structured_outputs has {names}. Give one of {', '.join(FORMS)}.")
+        raise ConfigError(
+            f"{key}.structured_outputs has {names}. Give one of {', '.join(FORMS)}."
+        )
     if 0 < sampling.temperature < COLDEST:
         raise ConfigError(
             f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, "
@@ -145,7 +165,11 @@ def _check_sampling(key: str, sampling: SamplingConfig) -> None:
 
 def samplings(config: Config) -> dict[str, SamplingConfig]:
     by_key = {config.sampling_key: config.rollout.sampling}
-    return by_key | ({"validation.sampling": config.validation.sampling} if config.data.validation else {})
+    return by_key | (
+        {"validation.sampling": config.validation.sampling}
+        if config.data.validation
+        else {}
+    )
 
 
 def check_turns(config: Config) -> None:
@@ -153,13 +177,19 @@ def check_turns(config: Config) -> None:
     episode.
     """
     rollout = config.rollout
-    players = {f"rollout.{name}": getattr(rollout, name) for name in PLAYERS if getattr(rollout, name)}
+    players = {
+        f"rollout.{name}": getattr(rollout, name)
+        for name in PLAYERS
+        if getattr(rollout, name)
+    }
     if not players:
         return
     key = next(iter(players))
     check_together(
         lambda: _check_one_player(players),
-        lambda: check_together(*(partial(_check_player, *player) for player in players.items())),
+        lambda: check_together(
+            *(partial(_check_player, *player) for player in players.items())
+        ),
         lambda: _check_whole_turns(config, key),
         lambda: _check_agent(config, key) if rollout.runs_agent else None,
         lambda: _check_parser("tool_parser", rollout.tool_parser),
@@ -273,17 +303,21 @@ def _check_longest_turn(config: Config) -> None:
 
 def _check_agent(config: Config, key: str) -> None:
     thoughts = {
-        f"{section}.max_thinking_tokens": s.max_thinking_tokens for section, s in samplings(config).items()
+        f"{section}.max_thinking_tokens": s.max_thinking_tokens
+        for section, s in samplings(config).items()
     }
     problems = {
-        "rollout.history=template": config.rollout.history == "template" and "sends its own history",
+        "rollout.history=template": config.rollout.history == "template"
+        and "sends its own history",
         "data.system_prompt": config.data.system_prompt and "writes all messages",
         config.needs_one_row: config.needs_one_row and "makes several rows of a sample",
-        "algorithm.advantage=gigpo": config.algorithm.advantage == "gigpo" and "has no states that recur",
+        "algorithm.advantage=gigpo": config.algorithm.advantage == "gigpo"
+        and "has no states that recur",
         "reward.overlong_tokens": config.reward.overlong_tokens
         and "has no limit on the length of a whole session",
         **{
-            setting: budget and "has each turn sampled in one request" for setting, budget in thoughts.items()
+            setting: budget and "has each turn sampled in one request"
+            for setting, budget in thoughts.items()
         },
     }
     remove = "Remove one of the two settings"
@@ -311,7 +345,8 @@ def check_lengths(config: Config) -> None:
         response = config.rollout.response_limit(config.validation.sampling)
         validated = config.data.max_prompt_tokens + response
         parts = (
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {key}={response} = {validated} tokens"
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+            f"{key}={response} = {validated} tokens"
         )
         check_caps(config, [config.limits["reward_model.scores"]], validated, parts)
     if config.max_model_tokens < config.needed_model_tokens:

@@ -15,15 +15,19 @@ def check_judge(config: Config) -> None:
     judge = config.reward.judge
     other_samples = config.rollout.samples_per_prompt - 1
     check_engine_options(judge.engine)
-    longest = positions(read_model_files(config.judge_model.path, "reward.judge.model").text)
+    longest = positions(
+        read_model_files(config.judge_model.path, "reward.judge.model").text
+    )
     if judge.function:
         check_function("reward.judge.parser", judge.function)
     pairwise = judge.form == "pairwise"
     single = isinstance(config, SamplerConfig)
     alone = not (config.reward.weights or config.rollout.code or config.uses_reward_model)
     problems = {
-        f"weight={judge.weight}": judge.weight == 0 and "the judge has no effect. Remove it",
-        f"parser={judge.parser}": not (judge.function or _has_group(judge.pattern)) and "give it one group",
+        f"weight={judge.weight}": judge.weight == 0
+        and "the judge has no effect. Remove it",
+        f"parser={judge.parser}": not (judge.function or _has_group(judge.pattern))
+        and "give it one group",
         f"samples={judge.samples}": judge.samples > 1
         and judge.sampling.temperature == 0
         and "answers are equal. Ask for one, or raise reward.judge.sampling.temperature",

@@ -69,8 +69,12 @@ class Memory:
         for role, measured in self.roles.items():
             for stage, peaks in enumerate(measured["stages"]):
                 for call in [call for call in peaks if call != "states"]:
-                    parts = self._kept(stage) | {"the pass": (peaks[call] - peaks["states"]) / GIB}
-                    by_pass[f"{role}.{call}"] = max(by_pass.get(f"{role}.{call}", {}), parts, key=_total)
+                    parts = self._kept(stage) | {
+                        "the pass": (peaks[call] - peaks["states"]) / GIB
+                    }
+                    by_pass[f"{role}.{call}"] = max(
+                        by_pass.get(f"{role}.{call}", {}), parts, key=_total
+                    )
         return by_pass
 
     @property
@@ -80,7 +84,10 @@ class Memory:
         return max(map(self._kept, stages), key=_total, default={})
 
     def _kept(self, stage: int) -> Parts:
-        state_gib = {role: measured["stages"][stage]["states"] / GIB for role, measured in self.roles.items()}
+        state_gib = {
+            role: measured["stages"][stage]["states"] / GIB
+            for role, measured in self.roles.items()
+        }
         return {role: gib for role, gib in state_gib.items() if gib > 0}
 
 
@@ -98,11 +105,18 @@ def fit_checkpointing(config: Checked, gpu_gib: float) -> Checked:
         return _with(config, "none") if model.gradient_checkpointing == "auto" else config
     room = USABLE_SHARE * gpu_gib
     needed = math.inf
-    for mode in ("selective", "full") if model.activation_offload else ("none", "selective", "full"):
+    for mode in (
+        ("selective", "full") if model.activation_offload else ("none", "selective", "full")
+    ):
         memory = measure(_with(config, mode))
         lighter = needed
         needed = max(
-            (_total(parts) for name, parts in memory.passes.items() if name.endswith(".update")), default=0.0
+            (
+                _total(parts)
+                for name, parts in memory.passes.items()
+                if name.endswith(".update")
+            ),
+            default=0.0,
         )
         if memory.problem:
             break
@@ -113,9 +127,13 @@ def fit_checkpointing(config: Checked, gpu_gib: float) -> Checked:
                 if "update" in measurement["stages"][0]
             }
             lighter_layers = (
-                int(min(layers) * (room - needed) / (lighter - needed)) if len(layers) == 1 else 0
+                int(min(layers) * (room - needed) / (lighter - needed))
+                if len(layers) == 1
+                else 0
             )
-            return _with(config, mode, min(layers) - lighter_layers if lighter_layers else 0)
+            return _with(
+                config, mode, min(layers) - lighter_layers if lighter_layers else 0
+            )
         if needed <= room:
             return _with(config, mode)
     return _with(config, "full")
@@ -123,7 +141,9 @@ def fit_checkpointing(config: Checked, gpu_gib: float) -> Checked:
 
 def _with(config: Checked, mode: str, layers: int = 0) -> Checked:
     decided = copy(config)
-    decided.model = replace(config.model, gradient_checkpointing=mode, recompute_num_layers=layers)
+    decided.model = replace(
+        config.model, gradient_checkpointing=mode, recompute_num_layers=layers
+    )
     return decided
 
 
@@ -139,15 +159,25 @@ def measure(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> Memory:
     lighter = _measure(_with(config, LIGHTER[mode]), layers)
     roles = heavier.roles if lighter.problem else lighter.roles
     return Memory(
-        {role: _between(measurement, roles[role], count) for role, measurement in heavier.roles.items()}
+        {
+            role: _between(measurement, roles[role], count)
+            for role, measurement in heavier.roles.items()
+        }
     )
 
 
-def _between(heavier: dict[str, Any], lighter: dict[str, Any], count: int) -> dict[str, Any]:
+def _between(
+    heavier: dict[str, Any], lighter: dict[str, Any], count: int
+) -> dict[str, Any]:
     share = max(0.0, 1 - count / heavier["sizes"]["layers"])
     stages = []
     for stage, lighter_stage in zip(heavier["stages"], lighter["stages"], strict=True):
-        stages.append({name: size + share * (lighter_stage[name] - size) for name, size in stage.items()})
+        stages.append(
+            {
+                name: size + share * (lighter_stage[name] - size)
+                for name, size in stage.items()
+            }
+        )
     return heavier | {"stages": stages}
 
 
@@ -157,7 +187,9 @@ def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
     answer_file = _cache_file(trace_request)
     if answer_file.is_file():
         return Memory(json.loads(answer_file.read_text()))
-    with log_if_slow(print, "measuring the memory on a simulated GPU, once for this layout"):
+    with log_if_slow(
+        print, "measuring the memory on a simulated GPU, once for this layout"
+    ):
         memory = _run_trace(trace_request)
     if not memory.problem:
         keep_answer(answer_file, json.dumps(memory.roles))
@@ -193,10 +225,15 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     model = config.models_of(role)[name]
     files = read_model_files(model.path, spec.path_setting(name))
     description = dict(files.description)
-    settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
+    settings = asdict(model) | {
+        "path": "",
+        "logprob_chunk_tokens": model.chunk_tokens("cuda"),
+    }
     # Without checkpointing a compiled layer keeps about 0.7 of what is measured.
     settings["compile"] = "never"
-    compiled = compiles(model, config.policy.parallel, cuda=True, images="vision_config" in description)
+    compiled = compiles(
+        model, config.policy.parallel, cuda=True, images="vision_config" in description
+    )
     if compiled and model.gradient_checkpointing == "selective":
         settings["gradient_checkpointing"] = ATTENTION_KEPT
     sharing = config.policy.parallel.context_parallel
@@ -224,7 +261,9 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
 
 def _images(config: TrainingConfig, files: ModelFiles, role: str) -> dict[str, Any]:
     """Return `memory_trace.Role.images`: nothing for a model of text, or without a processor's files."""
-    processor_texts = [file.read_text() for name in PROCESSORS if (file := files.folder / name).is_file()]
+    processor_texts = [
+        file.read_text() for name in PROCESSORS if (file := files.folder / name).is_file()
+    ]
     if "vision_config" not in files.description or not processor_texts:
         return {}
     cap = config.limits[f"{role}.update"].max_patches if role == "policy" else 0
@@ -232,17 +271,25 @@ def _images(config: TrainingConfig, files: ModelFiles, role: str) -> dict[str, A
         "folder": str(files.folder),
         "processor": processor_texts,  # for the cache
         "pixels": value_of(config, "data.image_pixels.max"),
-        "prompt": config.data.max_prompt_tokens if isinstance(config, Config) else config.longest_sequence,
+        "prompt": config.data.max_prompt_tokens
+        if isinstance(config, Config)
+        else config.longest_sequence,
         "update": int(cap / image_flops(files.description)[2]),
     }
 
 
 def _is_offloaded(config: TrainingConfig, role: str) -> bool:
-    return value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") in (True, "all")
+    return value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") in (
+        True,
+        "all",
+    )
 
 
 def _offloads_optimizer(config: TrainingConfig, role: str) -> bool:
-    return bool(value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") == "optimizer")
+    return bool(
+        value_of(config, f"{_spec(config, role).settings_section}.cpu_offload")
+        == "optimizer"
+    )
 
 
 def _state_bytes(config: TrainingConfig, role: str) -> float:
@@ -260,17 +307,27 @@ def _spec(config: TrainingConfig, measured: str) -> RoleSpec:
 
 
 def _cache_file(trace_request: Mapping[str, Any]) -> Path:
-    functions = [role["optimizer"].get("function") for role in trace_request["roles"].values()]
+    functions = [
+        role["optimizer"].get("function") for role in trace_request["roles"].values()
+    ]
     source_files = [source_file(function) for function in functions if function]
-    return cache_file("memory", trace_request, sorted([*WORKERS.rglob("*.py"), *filter(None, source_files)]))
+    return cache_file(
+        "memory",
+        trace_request,
+        sorted([*WORKERS.rglob("*.py"), *filter(None, source_files)]),
+    )
 
 
 def _run_trace(trace_request: Mapping[str, Any]) -> Memory:
-    roles, problem = ask_module("workers.model.memory.memory_trace", trace_request, TIMEOUT_S)
+    roles, problem = ask_module(
+        "workers.model.memory.memory_trace", trace_request, TIMEOUT_S
+    )
     if problem:
         return Memory({}, problem)
     problems = [
-        f"{role}: {measurement['problem']}" for role, measurement in roles.items() if "problem" in measurement
+        f"{role}: {measurement['problem']}"
+        for role, measurement in roles.items()
+        if "problem" in measurement
     ]
     return Memory(roles, "".join(problems[:1]))
 
@@ -278,28 +335,45 @@ def _run_trace(trace_request: Mapping[str, Any]) -> Memory:
 def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     """Add up GiB of the first node's host memory, with `ranks` policy workers including rank 0."""
     sizes = {role: measurement["sizes"] for role, measurement in memory.roles.items()}
-    share = ranks * config.policy.parallel.replicate / config.training_workers  # share of a model
-    parts = {"model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB}
+    share = (
+        ranks * config.policy.parallel.replicate / config.training_workers
+    )  # share of a model
+    parts = {
+        "model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB
+    }
     for role, size in sizes.items():
         if _is_offloaded(config, role):
             trained = (GRADIENT_BYTES + _state_bytes(config, role)) * size["trained"]
             parts[role] = (size["weight_bytes"] + trained) * share / GIB
         elif _offloads_optimizer(config, role):
             parts[role] = 8 * size["trained"] * share / GIB
-    copied = sum((4 + _state_bytes(config, role)) * size["trained"] for role, size in sizes.items())
+    copied = sum(
+        (4 + _state_bytes(config, role)) * size["trained"] for role, size in sizes.items()
+    )
     if config.run.checkpoint_every:  # the copy being written, and a file of 1 GiB a rank
         parts["checkpoint"] = copied * share / GIB + ranks
-    if config.run.peer_copies:  # two generations for each holding node, and the copy that is being sent
+    if (
+        config.run.peer_copies
+    ):  # two generations for each holding node, and the copy that is being sent
         copies = 3 if ranks == config.training_workers else 5
         parts["peer copies"] = copies * copied * share / GIB
-    if config.rollout.weight_sync == "delta":  # rank 0's copy, whole weights and deltas in the object store
+    if (
+        config.rollout.weight_sync == "delta"
+    ):  # rank 0's copy, whole weights and deltas in the object store
         parts["weights for engines"] = 6 * sizes["policy"]["parameters"] / GIB
     if config.rollout_placement == "colocated":  # in pinned memory, also at level 2
-        parts["sleeping engines"] = ranks * (ASLEEP_EAGER_GIB if config.rollout.enforce_eager else ASLEEP_GIB)
+        parts["sleeping engines"] = ranks * (
+            ASLEEP_EAGER_GIB if config.rollout.enforce_eager else ASLEEP_GIB
+        )
     if config.model.activation_offload:
         policy = sizes["policy"]
         parts["activations"] = (
-            ranks * 2 * policy["hidden"] * policy["layers"] * config.policy.max_tokens_per_micro_batch / GIB
+            ranks
+            * 2
+            * policy["hidden"]
+            * policy["layers"]
+            * config.policy.max_tokens_per_micro_batch
+            / GIB
         )
     return parts
 
@@ -321,15 +395,22 @@ class Engine:
         gpus = config.rollout.tensor_parallel
         size = memory.roles["policy"]["sizes"]
         weights = 2 * size["parameters"] / gpus / GIB
-        return cls(share, weights, max(0, int((share - weights) * GIB * gpus / (size["kv_bytes"] or 1))))
+        return cls(
+            share,
+            weights,
+            max(0, int((share - weights) * GIB * gpus / (size["kv_bytes"] or 1))),
+        )
 
 
-def memory_lines(config: Config, memory: Memory, host: Parts, cluster: Cluster) -> list[str]:
+def memory_lines(
+    config: Config, memory: Memory, host: Parts, cluster: Cluster
+) -> list[str]:
     """Write the memory of a GPU in every pass and in generation, and of the first node's host."""
     engine = Engine.of(config, memory, cluster.gpu_gib)
     room = USABLE_SHARE * cluster.gpu_gib
     lines = [
-        f"{name.replace('_', ' ').replace('.', ' ')}: {_sum(parts)}" for name, parts in memory.passes.items()
+        f"{name.replace('_', ' ').replace('.', ' ')}: {_sum(parts)}"
+        for name, parts in memory.passes.items()
     ]
     lines = [
         f"{line} of {room:.1f} usable"
@@ -376,7 +457,9 @@ def _sum(parts: Parts) -> str:
 
 
 def _generating(config: Config, memory: Memory, engine: Engine) -> Parts:
-    return ({} if config.rollout_placement == "apart" else memory.kept) | {"engine": engine.share}
+    return ({} if config.rollout_placement == "apart" else memory.kept) | {
+        "engine": engine.share
+    }
 
 
 def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) -> None:
@@ -385,7 +468,9 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
     """
     room = USABLE_SHARE * cluster.gpu_gib
     engine = Engine.of(config, memory, cluster.gpu_gib)
-    name, parts = max(memory.passes.items(), key=lambda item: _total(item[1]), default=("", {}))
+    name, parts = max(
+        memory.passes.items(), key=lambda item: _total(item[1]), default=("", {})
+    )
     if _total(parts) > room:
         largest = max(parts, key=lambda part: parts[part])
         raise ConfigError(
@@ -417,7 +502,9 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
         changes = _smaller_states(config, largest)
-        return "raise policy.data_parallel" + (f", or set {' or '.join(changes)}" if changes else "")
+        return "raise policy.data_parallel" + (
+            f", or set {' or '.join(changes)}" if changes else ""
+        )
     role, _, call = name.partition(".")
     cap = config.limits[f"{role.partition(' ')[0]}.{call}"].cap
     if name.endswith("update") and config.model.gradient_checkpointing == "none":
@@ -441,6 +528,10 @@ def _smaller_states(config: Config, measured: str) -> list[str]:
     if measured == "policy" and model.lora.rank:
         if model.base_dtype not in ROUNDED and not model.lora.sends_adapters:
             changes.append("model.base_dtype=nf4")
-    elif offload == "none" and optimizer.name in HAVE_MOMENTS and optimizer.state_dtype != "int8":
+    elif (
+        offload == "none"
+        and optimizer.name in HAVE_MOMENTS
+        and optimizer.state_dtype != "int8"
+    ):
         changes.append(f"{spec.settings_section}.optimizer.state_dtype=int8")
     return changes

@@ -44,7 +44,9 @@ def check_offline_settings(config: OfflineConfig) -> None:
         lambda: check_one_policy(config),
         lambda: _check_batch(config),
         lambda: check_optimizer(config, "policy", steps, "run.steps"),
-        lambda: check_caps(config, config.limits.values(), config.longest_sequence, longest),
+        lambda: check_caps(
+            config, config.limits.values(), config.longest_sequence, longest
+        ),
         lambda: _check_loss_and_head(config),
     )
 
@@ -66,7 +68,9 @@ def _check_batch(config: OfflineConfig) -> None:
             "a step. Lower it, or raise the batch."
         )
     for name in ("min_micro_batches", "forward_min_micro_batches"):
-        check_micro_batches(config, name, sequences, f"{sequences} sequences of a step", "raise the batch")
+        check_micro_batches(
+            config, name, sequences, f"{sequences} sequences of a step", "raise the batch"
+        )
 
 
 def _check_data(config: OfflineConfig) -> None:

@@ -94,7 +94,11 @@ def error_record(error: Exception) -> dict[str, str | None]:
     """Split an error `<setting>=<value>: <problem>. <fix>.` A part that its text does not have is None."""
     text = one_line(error)
     parts = ERROR.fullmatch(text)
-    if parts and not parts["setting"].startswith("--") and parts["setting"].split(".")[0] not in SECTIONS:
+    if (
+        parts
+        and not parts["setting"].startswith("--")
+        and parts["setting"].split(".")[0] not in SECTIONS
+    ):
         parts = None  # a file
     problem, _, fix = (parts["rest"] if parts else text).partition(". ")
     return {

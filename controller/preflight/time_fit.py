@@ -29,7 +29,9 @@ def fit_to_run(folder: Path, machine: Machine) -> tuple[Machine, Efficiency, str
     `read_measurements`.
     """
     machine, efficiency = fit([read_measurements(folder)], machine)
-    errors = ", ".join(f"{name} within {share:.0%}" for name, share in efficiency.spread.items())
+    errors = ", ".join(
+        f"{name} within {share:.0%}" for name, share in efficiency.spread.items()
+    )
     return machine, efficiency, f"{machine.name}, fitted to {folder}: {errors}"
 
 
@@ -48,15 +50,21 @@ def read_measurements(folder: Path) -> Measured:
     times = {row["step"]: row for row in run.metrics}
     _, (prompt,) = recorded_lengths(folder)
     gpus = config.training_workers if config.uses_gpus else 0
-    layout = layout_of(config, Cluster(1, cpus=config.training_workers, gpus=gpus, gpu_gib=80))
-    usable_records = [record for record in records if record["samples"] and record["micro_steps"]]
-    steps = [_step(config, record, times[record["step"]], prompt) for record in usable_records]
+    layout = layout_of(
+        config, Cluster(1, cpus=config.training_workers, gpus=gpus, gpu_gib=80)
+    )
+    usable_records = [
+        record for record in records if record["samples"] and record["micro_steps"]
+    ]
+    steps = [
+        _step(config, record, times[record["step"]], prompt) for record in usable_records
+    ]
     return Measured(
         shape_of(config),
         layout,
-        np.array([row for record in usable_records for row in _micro_steps(record)], np.float64).reshape(
-            -1, 3
-        ),
+        np.array(
+            [row for record in usable_records for row in _micro_steps(record)], np.float64
+        ).reshape(-1, 3),
         [(work, seconds) for work, seconds, _ in steps],
         [times[record["step"]]["time/weights_s"] for record in usable_records],
         [rest for *_, rest in steps],
@@ -64,11 +72,18 @@ def read_measurements(folder: Path) -> Measured:
 
 
 def _micro_steps(record: Record) -> list[tuple[float, float, float]]:
-    rows = [row for steps in record["micro_steps"].values() for row in steps if row[0] == "update" and row[3]]
+    rows = [
+        row
+        for steps in record["micro_steps"].values()
+        for row in steps
+        if row[0] == "update" and row[3]
+    ]
     return [(tokens, squared, end - start) for _, start, end, tokens, squared, *_ in rows]
 
 
-def _step(config: Config, record: Record, times: Record, prompt: int) -> tuple[Workload, float, float]:
+def _step(
+    config: Config, record: Record, times: Record, prompt: int
+) -> tuple[Workload, float, float]:
     """Return a step's samples, their seconds, and those outside of engines, micro-steps and
     weight transfers.
     """
@@ -77,7 +92,11 @@ def _step(config: Config, record: Record, times: Record, prompt: int) -> tuple[W
     work = Workload([prompt] * len(samples), responses, config.rollout.samples_per_prompt)
     sampled = max(row[1] for row in samples) - min(row[0] for row in samples)
     computed = max(_seconds_of(steps) for steps in record["micro_steps"].values())
-    return work, sampled, float(times["time/step_s"] - sampled - computed - times["time/weights_s"])
+    return (
+        work,
+        sampled,
+        float(times["time/step_s"] - sampled - computed - times["time/weights_s"]),
+    )
 
 
 def _seconds_of(micro_steps: Sequence[Sequence[Any]]) -> float:

@@ -32,7 +32,9 @@ def shape_of(config: TrainingConfig) -> ModelShape:
     shape = ModelShape.from_model_config(complete_description(config.model_description()))
     rank = config.model.lora.rank
     return (
-        ModelShape(**vars(shape) | {"trained": 24.0 * rank * shape.layers * shape.hidden}) if rank else shape
+        ModelShape(**vars(shape) | {"trained": 24.0 * rank * shape.layers * shape.hidden})
+        if rank
+        else shape
     )
 
 
@@ -41,14 +43,18 @@ def needs_of(config: TrainingConfig) -> Needs:
     models = {role: len(config.models_of(role)) for role in config.training_roles}
     trained = sum(count for role, count in models.items() if config.spec(role).learns)
     longest = config.max_model_tokens if isinstance(config, Config) else 1
-    return Needs(trained, sum(models.values()) - trained, config.model.chunk_tokens("cuda"), longest)
+    return Needs(
+        trained, sum(models.values()) - trained, config.model.chunk_tokens("cuda"), longest
+    )
 
 
 def training_layout(config: TrainingConfig) -> Layout:
     """Describe how training ranks share a model. It has no engines."""
     parallel = config.policy.parallel
     model = config.model
-    compiled = config.uses_gpus and model.compile != "never" and parallel.tensor_parallel == 1
+    compiled = (
+        config.uses_gpus and model.compile != "never" and parallel.tensor_parallel == 1
+    )
     kept = compiled and model.gradient_checkpointing == "selective"
     return Layout(
         dp=config.policy.data_parallel,
@@ -93,18 +99,26 @@ def layout_of(config: Config, cluster: Cluster) -> Layout:
 
 def machine_of(cluster: Cluster) -> Machine:
     """Return the cluster's GPU, or a core of this project's machine for nodes without GPUs."""
-    figures = {name.removeprefix("gpu_"): vars(cluster)[name] for name in FIGURES if vars(cluster)[name]}
+    figures = {
+        name.removeprefix("gpu_"): vars(cluster)[name]
+        for name in FIGURES
+        if vars(cluster)[name]
+    }
     return machine_named(cluster.gpu or "cpu", **figures)
 
 
-def workload_of(config: Config, responses: Sequence[int], prompts: Sequence[int]) -> Workload:
+def workload_of(
+    config: Config, responses: Sequence[int], prompts: Sequence[int]
+) -> Workload:
     """Describe a step with responses and prompts of these distributions, int64 [any] each, in a fixed random
     order.
     """
     rng = np.random.default_rng(0)
     count = config.batch.prompts_per_step
     sampled = rng.permutation(_spread(responses, config.sequences_per_step))
-    prompt_tokens = np.repeat(rng.permutation(_spread(prompts, count)), config.rollout.samples_per_prompt)
+    prompt_tokens = np.repeat(
+        rng.permutation(_spread(prompts, count)), config.rollout.samples_per_prompt
+    )
     other_roles = [config.spec(role) for role in config.used_roles if role != "policy"]
     return Workload(
         prompt_tokens,
@@ -132,7 +146,9 @@ def recorded_lengths(folder: Path) -> tuple[list[int], list[int]]:
     lengths = [length for step in run.lengths.values() for length in step]
     means = run.curve("rollout/response_tokens_mean").values if lengths else []
     if not means:
-        raise ConfigError(f"--lengths {folder}: holds no lengths of a run. Give a folder like runs/NAME.")
+        raise ConfigError(
+            f"--lengths {folder}: holds no lengths of a run. Give a folder like runs/NAME."
+        )
     prompt = max(1, round(fmean(lengths) - fmean(means)))
     return [max(1, length - prompt) for length in lengths], [prompt]
 
@@ -143,20 +159,30 @@ def drawn_lengths(text: str, longest: int) -> list[int]:
 
     Raises ConfigError for other forms.
     """
-    kind, _, numbers = (text or f"lognormal:{DEFAULT[0] * longest},{DEFAULT[1]}").partition(":")
+    kind, _, numbers = (text or f"lognormal:{DEFAULT[0] * longest},{DEFAULT[1]}").partition(
+        ":"
+    )
     if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?)?", numbers):
         raise ConfigError(f"--response-tokens {text}: not a distribution. Write {DRAWS}.")
     first, second = ([float(number) for number in numbers.split(",")] + [0.0])[:2]
     quantiles: dict[str, Callable[[float], float]] = {
-        "lognormal": lambda share: first * math.exp(min(50.0, second * NormalDist().inv_cdf(share))),
+        "lognormal": lambda share: (
+            first * math.exp(min(50.0, second * NormalDist().inv_cdf(share)))
+        ),
         "fixed": lambda share: first,
         "uniform": lambda share: first + (second - first) * share,
     }
     if kind not in quantiles:
         raise ConfigError(f"--response-tokens {text}: {kind} is unknown. Write {DRAWS}.")
     if numbers.count(",") != (kind != "fixed"):
-        raise ConfigError(f"--response-tokens {text}: {kind} has another count of numbers. Write {DRAWS}.")
-    if not 0 < first <= LONGEST or second > LONGEST or (kind == "uniform" and first > second):
+        raise ConfigError(
+            f"--response-tokens {text}: {kind} has another count of numbers. Write {DRAWS}."
+        )
+    if (
+        not 0 < first <= LONGEST
+        or second > LONGEST
+        or (kind == "uniform" and first > second)
+    ):
         raise ConfigError(
             f"--response-tokens {text}: lengths are above 0, at most {LONGEST:,}, and the shorter is first. "
             f"Write {DRAWS}."

@@ -46,7 +46,9 @@ def _check_tracker(name: str, command: str) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # a folder, such as W&B's ./wandb, has no origin
+    return (
+        spec is not None and spec.origin is not None
+    )  # a folder, such as W&B's ./wandb, has no origin
 
 
 def _check_wandb() -> None:
@@ -61,7 +63,9 @@ def _check_wandb() -> None:
         if settings.mode in ("offline", "dryrun", "disabled"):
             return
         host = settings.base_url
-        key = wbauth.authenticate_session(host=host, source="ballast", prompt=False, update_session=False)
+        key = wbauth.authenticate_session(
+            host=host, source="ballast", prompt=False, update_session=False
+        )
     except wandb.Error as error:
         raise ConfigError(f"tracking.wandb=true: {error}") from None
     except ValidationError as error:
@@ -81,8 +85,16 @@ KEYLESS_MODES = ("offline", "local", "disabled")
 def _check_swanlab() -> None:
     """Look for SwanLab's key where it does: the variable, and the file that `swanlab login` writes."""
     mode = os.environ.get("SWANLAB_MODE", "")
-    folder = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or Path.home() / ".swanlab"
-    if mode in KEYLESS_MODES or os.environ.get("SWANLAB_API_KEY") or Path(folder, ".netrc").is_file():
+    folder = (
+        os.environ.get("SWANLAB_ROOT")
+        or os.environ.get("SWANLAB_SAVE_DIR")
+        or Path.home() / ".swanlab"
+    )
+    if (
+        mode in KEYLESS_MODES
+        or os.environ.get("SWANLAB_API_KEY")
+        or Path(folder, ".netrc").is_file()
+    ):
         return
     raise ConfigError(
         "tracking.swanlab=true needs a key: set SWANLAB_API_KEY or run `swanlab login`. "
@@ -103,7 +115,9 @@ def _check_mlflow(address: str) -> None:
         )
     if wrong := _wrong_with(address):
         safe_address = re.sub(r"//.*@", "//...@", address)  # it may hold a password
-        raise ConfigError(f"tracking.mlflow=true: MLFLOW_TRACKING_URI={safe_address} {wrong}.")
+        raise ConfigError(
+            f"tracking.mlflow=true: MLFLOW_TRACKING_URI={safe_address} {wrong}."
+        )
 
 
 def _wrong_with(address: str) -> str:
@@ -112,7 +126,9 @@ def _wrong_with(address: str) -> str:
         port = parts.port
     except ValueError:  # unclosed brackets, or an invalid port
         return "is not an address, such as http://HOST:PORT"
-    scheme = parts.scheme.partition("+")[0]  # with a database also the driver, as in mysql+pymysql
+    scheme = parts.scheme.partition("+")[
+        0
+    ]  # with a database also the driver, as in mysql+pymysql
     if "/" not in address and address.rpartition(":")[2].isdigit():
         return "names no protocol. Put http:// before it"
     if scheme in ("http", "https"):
@@ -124,8 +140,16 @@ def _wrong_with(address: str) -> str:
     if {scheme, address} & {*SERVICES, *entry_points(group="mlflow.tracking_store").names}:
         return ""
     if scheme in DATABASES:
-        return "" if _is_installed("sqlalchemy") else "is a database, which needs `pip install mlflow`"
+        return (
+            ""
+            if _is_installed("sqlalchemy")
+            else "is a database, which needs `pip install mlflow`"
+        )
     if scheme in ("", "file"):
         allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
-        return "" if allowed else "is a folder, which MLflow takes with MLFLOW_ALLOW_FILE_STORE=true alone"
+        return (
+            ""
+            if allowed
+            else "is a folder, which MLflow takes with MLFLOW_ALLOW_FILE_STORE=true alone"
+        )
     return "is of no kind that MLflow knows, such as http://HOST:PORT"

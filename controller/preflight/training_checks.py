@@ -15,11 +15,20 @@ from controller.config.functions import check_function
 from controller.config.model_files import check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
 from workers.chat_templates import read_template
-from workers.errors import CheckpointError, ConfigError, Problems, check_together, clause, raise_all
+from workers.errors import (
+    CheckpointError,
+    ConfigError,
+    Problems,
+    check_together,
+    clause,
+    raise_all,
+)
 from workers.model.rules.model_rules import kernel_problem
 from workers.rendering import RESERVED
 
-RANKS_OF_EXPERTS = 8  # 16 bytes of bfloat16, a row's step in torch's grouped products on GPUs
+RANKS_OF_EXPERTS = (
+    8  # 16 bytes of bfloat16, a row's step in torch's grouped products on GPUs
+)
 LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 
 
@@ -80,7 +89,9 @@ def _check_hub(config: TrainingConfig) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise ConfigError(f"run.push_to_hub={repository}: expected owner/name. {clause(error)}.") from None
+        raise ConfigError(
+            f"run.push_to_hub={repository}: expected owner/name. {clause(error)}."
+        ) from None
     if config.is_described:
         return
     if constants.HF_HUB_OFFLINE:
@@ -155,7 +166,9 @@ def check_optimizer(config: TrainingConfig, role: str, total: int, follows: str)
         )
 
 
-def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, parts: str) -> None:
+def check_caps(
+    config: TrainingConfig, caps: Iterable[Limits], longest: int, parts: str
+) -> None:
     """Raise ConfigError for a cap below the longest possible sequence, which would stop the run later.
 
     parts: settings that determine that length, in words.
@@ -172,7 +185,9 @@ def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, par
         multiple = limits.length_multiple
         if limits.max_tokens * sharing < needed:
             rounded = f", {needed} as a multiple of {multiple}" if needed > longest else ""
-            times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
+            times = (
+                f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
+            )
             raise ConfigError(
                 f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, "
                 f"{parts}{rounded}. Raise the cap or lower either."
@@ -226,14 +241,17 @@ def check_context_degrees(config: TrainingConfig) -> None:
     most = parallel.context_parallel
     loss = config.algorithm.loss.name if isinstance(config, Config) else ""
     refused = {
-        f"policy.parallel.context_parallel={most}. Set a power of two": most & (most - 1) > 0,
+        f"policy.parallel.context_parallel={most}. Set a power of two": most & (most - 1)
+        > 0,
         f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}. Set 1": parallel.pipeline_parallel
         > 1,
         "padded rows. Set model.layout and forward_layout to packed": any(
             limits.layout == "padded" for limits in config.limits.values()
         ),
-        f"balance.algorithm={balance.algorithm}. Set karmarkar_karp": balance.algorithm not in ours,
-        f"balance.count_multiple={balance.count_multiple}. Set 1": balance.count_multiple > 1,
+        f"balance.algorithm={balance.algorithm}. Set karmarkar_karp": balance.algorithm
+        not in ours,
+        f"balance.count_multiple={balance.count_multiple}. Set 1": balance.count_multiple
+        > 1,
         "losses of routers. Set model.router_aux_loss_coefficient and router_z_loss_coefficient to 0": (
             model.has_router_losses
         ),
@@ -241,7 +259,11 @@ def check_context_degrees(config: TrainingConfig) -> None:
     }
     degree = "policy.parallel.context_parallel_degree=auto: does not work with"
     raise_all(
-        [ConfigError(f"{degree} {problem}, or fixed degrees.") for problem, holds in refused.items() if holds]
+        [
+            ConfigError(f"{degree} {problem}, or fixed degrees.")
+            for problem, holds in refused.items()
+            if holds
+        ]
     )
 
 
@@ -290,13 +312,21 @@ def check_counts(config: Config) -> None:
     of_mini_batch = f"{smallest} sequences of a mini-batch"
     of_step = f"{sequences} sequences of a step"
     check_together(
-        lambda: check_micro_batches(config, "min_micro_batches", smallest, of_mini_batch, advice),
-        lambda: check_micro_batches(config, "forward_min_micro_batches", sequences, of_step, advice),
-        lambda: check_optimizer(config, "policy", config.total_optimizer_steps, OPTIMIZER_STEPS),
+        lambda: check_micro_batches(
+            config, "min_micro_batches", smallest, of_mini_batch, advice
+        ),
+        lambda: check_micro_batches(
+            config, "forward_min_micro_batches", sequences, of_step, advice
+        ),
+        lambda: check_optimizer(
+            config, "policy", config.total_optimizer_steps, OPTIMIZER_STEPS
+        ),
     )
 
 
-def check_micro_batches(config: TrainingConfig, name: str, sequences: int, unit: str, advice: str) -> None:
+def check_micro_batches(
+    config: TrainingConfig, name: str, sequences: int, unit: str, advice: str
+) -> None:
     """Raise ConfigError if policy.`name` requires more micro-batches than there are `sequences`.
 
     unit: noun for these. advice: other settings to change.

@@ -28,7 +28,12 @@ from controller.engines.staleness_schedule import GroupState, Staleness, Stalene
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
 from controller.rollout.buffer import RolloutBuffer, sample_requests
-from controller.rollout.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
+from controller.rollout.sample_files import (
+    FinishedSample,
+    StoredSamples,
+    read_samples,
+    write_samples,
+)
 from controller.rollout.samples import RolloutBatch, assemble
 from workers.batch.dataproto import DataProto
 from workers.batch.remote_batch import fetch_objects
@@ -62,10 +67,15 @@ class AsyncRolloutBuffer(RolloutBuffer):
     ) -> None:
         super().__init__(config, roles, prompts, planner, record, progress, functions)
         settings = Staleness(
-            config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.out_of_order_window
+            config.batch.prompts_per_step,
+            config.rollout.max_staleness,
+            config.rollout.out_of_order_window,
         )
         self.schedule = StalenessSchedule(
-            settings, config.run.steps - progress.step, admitted=progress.position, active=progress.active
+            settings,
+            config.run.steps - progress.step,
+            admitted=progress.position,
+            active=progress.active,
         )
         self._groups: dict[int, Group] = {}
         self._released: list[Group] = []
@@ -81,7 +91,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     def begin(self) -> None:
         """Continue a resumed run's untrained groups, then begin new ones."""
-        self._scoring = self.roles.scoring(self.config.rollout.samples_per_prompt, texts=self.reads_texts)
+        self._scoring = self.roles.scoring(
+            self.config.rollout.samples_per_prompt, texts=self.reads_texts
+        )
         self._request(self.active, self._read_saved_samples())
         self.weights_updated()
 
@@ -97,14 +109,23 @@ class AsyncRolloutBuffer(RolloutBuffer):
         self.read()
         groups = [self._groups[number] for number in numbers if number in self._groups]
         finished = [sample for group in groups for sample in _finished_samples(group)]
-        write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
+        write_samples(
+            path,
+            StoredSamples(finished, self._partial({group.prompt.uid for group in groups})),
+        )
 
     def _partial(self, uids: Collection[str]) -> dict[int, Partial]:
         """Return unfinished responses and sessions of these prompts, by seed."""
         now = self.roles.rollouts.partial_responses()
-        requests = [request for request in self._generation.router.unfinished if request.uid in uids]
-        partials = {request.seed: now.get(request.seed, request.begun) for request in requests}
-        return {seed: response for seed, response in partials.items() if response is not None}
+        requests = [
+            request for request in self._generation.router.unfinished if request.uid in uids
+        ]
+        partials = {
+            request.seed: now.get(request.seed, request.begun) for request in requests
+        }
+        return {
+            seed: response for seed, response in partials.items() if response is not None
+        }
 
     def collect(self, step: int) -> RolloutBatch:
         """Wait for the step's groups and return their samples."""
@@ -142,7 +163,10 @@ class AsyncRolloutBuffer(RolloutBuffer):
             self._drop(result)
         for number in self.schedule.in_state(GroupState.RUNNING):
             group = self._groups[number]
-            if len(group.scores) + len(group.dropped) == self.config.rollout.samples_per_prompt:
+            if (
+                len(group.scores) + len(group.dropped)
+                == self.config.rollout.samples_per_prompt
+            ):
                 self._settle(number)
 
     def _settle(self, number: int) -> None:
@@ -161,7 +185,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _has_signal(self, group: Group) -> bool:
         drop_failed = self.config.reward.on_failure == "drop"
         try:
-            rollout = assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)
+            rollout = assemble(
+                list(group.finished.values()), group.scores, drop_failed=drop_failed
+            )
             shaped = self.shape_rewards(self.without_dropped(rollout))
         except RolloutError:  # none of its samples was finished, or each was dropped
             return False
@@ -194,7 +220,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _admit(self) -> None:
         """Begin the groups that the schedule allows, because the driver never waits in a short step."""
         numbers = self.schedule.admit()
-        self.prompts.take(self.position, len(numbers))  # at once: data.sampler chooses them together
+        self.prompts.take(
+            self.position, len(numbers)
+        )  # at once: data.sampler chooses them together
         self._request(numbers)
         self.position = self.schedule.admitted
         self.roles.rollouts.pump()
@@ -228,7 +256,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
         """
         finished = [sample for sample in samples if sample.rows]
         block = (
-            ray.put(DataProto.from_rows([row for sample in finished for row in sample.rows]))
+            ray.put(
+                DataProto.from_rows([row for sample in finished for row in sample.rows])
+            )
             if finished
             else None
         )
@@ -239,7 +269,10 @@ class AsyncRolloutBuffer(RolloutBuffer):
             if sample.score is None or (self.reads_texts and not sample.score.response):
                 self._score([result], block)
             else:
-                group.finished[result.key], group.scores[result.key] = (result, block), sample.score
+                group.finished[result.key], group.scores[result.key] = (
+                    (result, block),
+                    sample.score,
+                )
         for sample in samples:
             if not sample.rows:
                 self._drop(sample.result)
@@ -252,7 +285,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
         groups = {result.uid: self._groups[int(result.uid)] for result in results}
         for result in results:
             groups[result.uid].finished[result.key] = result, block
-        self._scoring.submit(results, block, {uid: group.prompt for uid, group in groups.items()})
+        self._scoring.submit(
+            results, block, {uid: group.prompt for uid, group in groups.items()}
+        )
 
 
 def _finished_samples(group: Group) -> list[FinishedSample]:

@@ -98,7 +98,11 @@ class RolloutBuffer:
         """Make the step's samples, in several rounds if groups without signal are replaced."""
         settings = self.config.algorithm
         wanted = self.config.batch.prompts_per_step
-        limit = settings.max_sampling_rounds if settings.zero_variance_groups == "replace" else 1
+        limit = (
+            settings.max_sampling_rounds
+            if settings.zero_variance_groups == "replace"
+            else 1
+        )
         rounds: list[RolloutBatch] = []
         batches: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
@@ -106,24 +110,32 @@ class RolloutBuffer:
             prompts = self.next_prompts(wanted)
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             rollout = self.roll_out(
-                prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step
+                prompts,
+                self.config.rollout.samples_per_prompt,
+                self.config.rollout.sampling,
+                step,
             )
             rounds.append(
-                self.with_baseline(self.shape_rewards(self.without_dropped(rollout)), prompts, step)
+                self.with_baseline(
+                    self.shape_rewards(self.without_dropped(rollout)), prompts, step
+                )
             )
             self.tell_rewards(rounds[-1])
             batches.append(self.keep_groups_with_signal(rounds[-1].rows, rounds[-1]))
             wanted -= len(np.unique(batches[-1]["uid"]))
         if limit > 1:
             self.log_missing(step, wanted)
-        return self.with_trained(RolloutBatch.concat(rounds), RemoteBatch.concat(batches), by_uid)
+        return self.with_trained(
+            RolloutBatch.concat(rounds), RemoteBatch.concat(batches), by_uid
+        )
 
     def with_trained(
         self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]
     ) -> RolloutBatch:
         """Set the rows that a step trains on, with the columns that its advantages and its loss take."""
         self.record.add_failures(
-            "truncated samples dropped", ["reward.truncated=drop"] * rollout.truncated_dropped
+            "truncated samples dropped",
+            ["reward.truncated=drop"] * rollout.truncated_dropped,
         )
         for key in ("algorithm.advantage_function", "batch.replay.by"):
             if custom_function := self.functions.get(key):
@@ -132,8 +144,12 @@ class RolloutBuffer:
                     for name in custom_function.names
                     if name not in (*OFFERED, "advantage") or name == "response"
                 ]
-                batch = batch.with_columns(**columns_of(batch, names, rollout.by_sample, self.record_of))
-        return replace(rollout, trained=with_record_columns(batch, prompts, self.config.loss_columns))
+                batch = batch.with_columns(
+                    **columns_of(batch, names, rollout.by_sample, self.record_of)
+                )
+        return replace(
+            rollout, trained=with_record_columns(batch, prompts, self.config.loss_columns)
+        )
 
     def record_of(self, uid: str) -> Record:
         (prompt,) = self.prompts.take(int(uid), 1)
@@ -162,23 +178,36 @@ class RolloutBuffer:
             self.record.console.log(
                 f"step {step}: {groups} of {wanted} groups are still without signal after "
                 f"algorithm.max_sampling_rounds={rounds}; "
-                + ("training on the others" if groups < wanted else "nothing is trained in this step")
+                + (
+                    "training on the others"
+                    if groups < wanted
+                    else "nothing is trained in this step"
+                )
             )
 
-    def with_baseline(self, rollout: RolloutBatch, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+    def with_baseline(
+        self, rollout: RolloutBatch, prompts: Sequence[Prompt], step: int
+    ) -> RolloutBatch:
         """With ReMax, add the reward of a greedy response to each prompt."""
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        compared = rollout.with_baseline(self.shape_rewards(self.roll_out(prompts, 1, greedy, step)))
+        compared = rollout.with_baseline(
+            self.shape_rewards(self.roll_out(prompts, 1, greedy, step))
+        )
         lost = compared.dropped - rollout.dropped
         self.record.add_failures(
-            "samples dropped without a greedy response", ["algorithm.advantage=remax"] * lost
+            "samples dropped without a greedy response",
+            ["algorithm.advantage=remax"] * lost,
         )
         return compared
 
     def without_dropped(self, rollout: RolloutBatch) -> RolloutBatch:
-        return rollout.without_truncated() if self.config.reward.truncated == "drop" else rollout
+        return (
+            rollout.without_truncated()
+            if self.config.reward.truncated == "drop"
+            else rollout
+        )
 
     def shape_rewards(self, rollout: RolloutBatch) -> RolloutBatch:
         settings = self.config.reward
@@ -188,10 +217,14 @@ class RolloutBuffer:
         if settings.overlong_tokens:
             tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
             penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
-            rollout = rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
+            rollout = rollout.with_reward_part(
+                "overlong_penalty", settings.overlong_penalty * penalty
+            )
         if custom_function := self.functions.get("reward.shaping"):
             rewards = custom_function(
-                columns_of(rollout.batch, custom_function.names, rollout.by_sample, self.record_of)
+                columns_of(
+                    rollout.batch, custom_function.names, rollout.by_sample, self.record_of
+                )
             )
             rollout = rollout.with_rewards(rewards, "shaping")
         return rollout
@@ -202,7 +235,9 @@ class RolloutBuffer:
         """Sample every prompt `samples` times, scoring while the rest is generated."""
         with (
             SamplingRound(self, prompts, samples, sampling, step) as sampling_round,
-            self.record.console.samples(len(sampling_round.requests)) as sampling_round.advance,
+            self.record.console.samples(
+                len(sampling_round.requests)
+            ) as sampling_round.advance,
         ):
             while not sampling_round.done:
                 self.roles.rollouts.pump(POLL_SECONDS)
@@ -219,14 +254,18 @@ class RolloutBuffer:
     ) -> RolloutBatch:
         """Record finished samples and join them with their scores. Raises as `assemble`."""
         self._record_failures(scores, dropped, retried)
-        self.record.timeline.samples([*(result for result, _ in finished), *dropped], scores, trains=trains)
+        self.record.timeline.samples(
+            [*(result for result, _ in finished), *dropped], scores, trains=trains
+        )
         rollout = assemble(
             finished,
             scores,
             dropped=dropped,
             retried=len(retried),
             drop_failed=self.config.reward.on_failure == "drop",
-            token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
+            token_columns=TOKEN_COLUMNS
+            if self.config.model.router_replay == "none"
+            else SAMPLED_COLUMNS,
         )
         return self.add_model_scores(rollout)
 
@@ -238,22 +277,32 @@ class RolloutBuffer:
     ) -> None:
         """Before samples are joined, which raises if none is left."""
         of_retries = [failed_sample(result) for result in retried[:1]] * len(retried)
-        of_rewards = [f"{place_of(key)}: {score.failure}" for key, score in scores.items() if score.failure]
+        of_rewards = [
+            f"{place_of(key)}: {score.failure}"
+            for key, score in scores.items()
+            if score.failure
+        ]
         retries = self.config.rollout.max_retries
         on_failure = self.config.reward.on_failure
         self.record.add_failures(
             f"samples dropped (rollout.max_retries={retries})", map(failed_sample, dropped)
         )
         self.record.add_failures("samples retried", of_retries)
-        self.record.add_failures(f"rewards failed (reward.on_failure={on_failure})", of_rewards)
+        self.record.add_failures(
+            f"rewards failed (reward.on_failure={on_failure})", of_rewards
+        )
 
     def add_model_scores(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
             return rollout
         self.roles.sleep_engines()
-        return with_model_scores(self.config, self.roles.reward_model, self.planner, rollout)
+        return with_model_scores(
+            self.config, self.roles.reward_model, self.planner, rollout
+        )
 
-    def keep_groups_with_signal(self, batch: RemoteBatch, rollout: RolloutBatch) -> RemoteBatch:
+    def keep_groups_with_signal(
+        self, batch: RemoteBatch, rollout: RolloutBatch
+    ) -> RemoteBatch:
         """Drop groups without signal, unless algorithm.zero_variance_groups keeps them. batch: rows of
         `rollout`.
         """
@@ -269,13 +318,17 @@ class RolloutBuffer:
         trained = np.unique(trainable_rows(batch, self.config.reward)["uid"])
         group_filter = self.functions.get("algorithm.group_filter")
         if group_filter is None:
-            return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
+            return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(
+                batch["uid"], trained
+            )
         first_rows = np.unique(sample_numbers(batch), return_index=True)[1]
         samples = batch.select(first_rows)
         decisions = []
         for uid in trained:
             group = samples.select(samples["uid"] == uid)
-            columns = columns_of(group, group_filter.names, rollout.by_sample, self.record_of)
+            columns = columns_of(
+                group, group_filter.names, rollout.by_sample, self.record_of
+            )
             decisions.append(group_filter(columns))
         return np.isin(batch["uid"], trained[np.array(decisions, bool)])
 
@@ -306,19 +359,24 @@ class SamplingRound:
         self.adapter = buffer.roles.rollouts.adapter(adapter, version) if adapter else 0
         requests = sample_requests(buffer.config, prompts, samples, step)
         self.requests = (
-            [replace(request, adapter=self.adapter) for request in requests] if adapter else requests
+            [replace(request, adapter=self.adapter) for request in requests]
+            if adapter
+            else requests
         )
         if seed is not None:
             names = {prompt.uid: prompt.ids.tobytes().hex() for prompt in prompts}
             self.requests = [
-                replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample)) for r in self.requests
+                replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample))
+                for r in self.requests
             ]
         self.advance: Callable[[int], object] = lambda count: None
         self._buffer = buffer
         self._trains = step > 0
         self._prompts = {prompt.uid: prompt for prompt in prompts}
         self._found: dict[Key, Sample] = {}
-        self._scoring = buffer.roles.scoring(samples, texts=not self._trains or buffer.reads_texts)
+        self._scoring = buffer.roles.scoring(
+            samples, texts=not self._trains or buffer.reads_texts
+        )
         buffer.roles.wake_engines()
         self._generation = buffer.roles.rollouts.begin(sampling, self._receive)
         self._generation.router.submit(self.requests)
@@ -343,7 +401,11 @@ class SamplingRound:
 
     def result(self) -> RolloutBatch:
         """Wait for the scores, and join them with the finished samples in order. Raises as `assemble`."""
-        finished = [self._found[request.key] for request in self.requests if request.key in self._found]
+        finished = [
+            self._found[request.key]
+            for request in self.requests
+            if request.key in self._found
+        ]
         router = self._generation.router
         scores = self._scoring.collect()
         return self._buffer.assemble_samples(
@@ -356,10 +418,18 @@ def sample_requests(
 ) -> list[SampleRequest]:
     """Return `samples` requests per prompt, group by group, sharing their arrays and images."""
     image_refs: dict[int, ObjectRef] = {}
-    shared = [(prompt, _start(config, prompt), store_images(prompt.images, image_refs)) for prompt in prompts]
+    shared = [
+        (prompt, _start(config, prompt), store_images(prompt.images, image_refs))
+        for prompt in prompts
+    ]
     return [
         SampleRequest(
-            prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start, images=images
+            prompt.uid,
+            i,
+            prompt.ids,
+            sample_seed(config.run.seed, step, prompt.uid, i),
+            start,
+            images=images,
         )
         for prompt, start, images in shared
         for i in range(samples)
@@ -369,10 +439,17 @@ def sample_requests(
 def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
     if not config.rollout.plays_episodes:
         return None
-    text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
+    text = with_system_prompt(
+        prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid
+    )
     key = config.data.image_key if prompt.images else ""
     return EpisodeStart(
-        prompt.columns, text, prompt.options, key, config.data.prompt_key, config.data.image_pixels.limits
+        prompt.columns,
+        text,
+        prompt.options,
+        key,
+        config.data.prompt_key,
+        config.data.image_pixels.limits,
     )
 
 

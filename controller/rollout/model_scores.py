@@ -61,7 +61,10 @@ class ScoreScales:
         count, mean, squares = self.state.get(name, (0.0, 0.0, 0.0))
         total = count + len(scores)
         distance = float(scores.mean()) - mean
-        squares += float(np.square(scores - scores.mean()).sum()) + distance**2 * count * len(scores) / total
+        squares += (
+            float(np.square(scores - scores.mean()).sum())
+            + distance**2 * count * len(scores) / total
+        )
         mean += distance * len(scores) / total
         self.state[name] = [total, mean, squares]
         return np.asarray((scores - mean) / (math.sqrt(squares / total) + 1e-8))

@@ -17,7 +17,12 @@ from controller.config import Config
 from controller.data.sample_functions import SampleFunction
 from controller.observability.run_record import RunRecord
 from controller.rollout.sample_files import read_rows, write_rows
-from controller.rollout.samples import KEPT_ADVANTAGES, SAMPLED_COLUMNS, sample_numbers, trainable_rows
+from controller.rollout.samples import (
+    KEPT_ADVANTAGES,
+    SAMPLED_COLUMNS,
+    sample_numbers,
+    trainable_rows,
+)
 from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
 
@@ -31,13 +36,21 @@ class ReplayBuffer:
     """Keeps good samples, as rows in the order of their steps. Does nothing without batch.replay.share."""
 
     def __init__(
-        self, config: Config, record: RunRecord, file: str, is_good: SampleFunction | None = None
+        self,
+        config: Config,
+        record: RunRecord,
+        file: str,
+        is_good: SampleFunction | None = None,
     ) -> None:
         """file: of the checkpoint, or empty. is_good: batch.replay.by. Raises DataError for a broken file."""
         self.config = config
         self.record = record
         self._is_good = is_good
-        self.rows = read_rows(Path(file)) if file and config.batch.replay.share else RemoteBatch({}, {})
+        self.rows = (
+            read_rows(Path(file))
+            if file and config.batch.replay.share
+            else RemoteBatch({}, {})
+        )
 
     def save(self, path: Path) -> None:
         """Write the kept samples for a checkpoint. Raises OutputError."""
@@ -57,12 +70,17 @@ class ReplayBuffer:
                 f"batch.replay.share={settings.share}: an agent gave rewards to single responses, so a "
                 "sample has several advantages. Reward whole sessions, or remove batch.replay."
             )
-        columns = {name: column for name, column in batch.columns.items() if name not in OF_TURNS}
+        columns = {
+            name: column for name, column in batch.columns.items() if name not in OF_TURNS
+        }
         batch = RemoteBatch(
-            columns | {KEPT_ADVANTAGES: np.full(len(batch), np.nan, np.float32)}, batch.tokens
+            columns | {KEPT_ADVANTAGES: np.full(len(batch), np.nan, np.float32)},
+            batch.tokens,
         )
         if len(self.rows):
-            self.rows = self.rows.select(version - self.rows["weight_version"] <= settings.keep)
+            self.rows = self.rows.select(
+                version - self.rows["weight_version"] <= settings.keep
+            )
             numbers = sample_numbers(self.rows)
             rng = np.random.default_rng((self.config.run.seed, DRAWS, step))
             drawn = rng.permutation(np.unique(numbers))[: self.config.replayed_per_step]
@@ -81,7 +99,9 @@ class ReplayBuffer:
             return new
         self._remember(trainable_rows(new, self.config.reward))
         old_advantages = batch[KEPT_ADVANTAGES][len(new) :]
-        return batch.with_columns(advantages=np.concatenate([new["advantages"], old_advantages]))
+        return batch.with_columns(
+            advantages=np.concatenate([new["advantages"], old_advantages])
+        )
 
     def _remember(self, new: RemoteBatch) -> None:
         is_good = new["advantages"] > 0
@@ -89,9 +109,13 @@ class ReplayBuffer:
             columns, sample = sample_columns(new.with_columns(advantage=new["advantages"]))
             is_good = self._is_good(columns)[sample] > 0
         good = new.select(is_good)
-        columns = {name: column for name, column in good.columns.items() if name not in OF_A_STEP}
+        columns = {
+            name: column for name, column in good.columns.items() if name not in OF_A_STEP
+        }
         columns[KEPT_ADVANTAGES] = good["advantages"]
-        tokens = {name: good.tokens[name] for name in SAMPLED_COLUMNS if name in good.tokens}
+        tokens = {
+            name: good.tokens[name] for name in SAMPLED_COLUMNS if name in good.tokens
+        }
         parts = []
         if len(self.rows):
             is_resampled = np.isin(self.rows["uid"], new["uid"])

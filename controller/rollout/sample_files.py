@@ -28,7 +28,13 @@ from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from controller.rollout.update_record import UpdateRecord
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
 from workers.batch.placed_images import Image, Placed, PlacedImage, keys
-from workers.batch.remote_batch import IMAGES, RemoteBatch, fetch_images, fetch_objects, places
+from workers.batch.remote_batch import (
+    IMAGES,
+    RemoteBatch,
+    fetch_images,
+    fetch_objects,
+    places,
+)
 from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
@@ -79,20 +85,28 @@ def _join_parts(node: Node) -> dict[str, np.ndarray]:
 def write_samples(path: Path, samples: StoredSamples) -> None:
     """Write a file and replace `path` when it is complete. Raises OutputError."""
     responses = {
-        seed: response for seed, response in samples.partial.items() if isinstance(response, Response)
+        seed: response
+        for seed, response in samples.partial.items()
+        if isinstance(response, Response)
     }
     sessions = {
-        seed: session for seed, session in samples.partial.items() if isinstance(session, SessionRecord)
+        seed: session
+        for seed, session in samples.partial.items()
+        if isinstance(session, SessionRecord)
     }
     partial = [_select_fields(response) for response in responses.values()]
     nodes = [node for session in sessions.values() for node in session.nodes]
     turns = [_join_parts(node) for node in nodes]
-    routed = {f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts for row, node in enumerate(nodes)}
+    routed = {
+        f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts
+        for row, node in enumerate(nodes)
+    }
     records = {
         "finished": [_record(sample) for sample in samples.finished],
         "partial": list(responses),
         "sessions": [
-            (seed, session.rewards, [*map(_turn, session.nodes)]) for seed, session in sessions.items()
+            (seed, session.rewards, [*map(_turn, session.nodes)])
+            for seed, session in sessions.items()
         ],
     }
     arrays = {"records": _as_bytes(records)} | {
@@ -100,9 +114,15 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     }
     arrays |= _pack("turns", DataProto.from_rows(turns))
     arrays |= _pack(
-        "finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows])
+        "finished",
+        DataProto.from_rows([row for sample in samples.finished for row in sample.rows]),
     )
-    images = [images for sample in samples.finished if sample.rows for images in _row_images(sample.result)]
+    images = [
+        images
+        for sample in samples.finished
+        if sample.rows
+        for images in _row_images(sample.result)
+    ]
     arrays |= _pack_images([*images, *(node.images for node in nodes)])
     arrays |= _pack("partial", DataProto.from_rows(partial))
     _write(path, arrays)
@@ -113,7 +133,8 @@ def read_samples(path: Path) -> StoredSamples:
     with open_arrays(path) as arrays:
         records = _from_bytes(arrays["records"])
         sample_rows, turns = (
-            _rows(_unpack(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS
+            _rows(_unpack(name, arrays)) if f"{name}.offsets" in arrays else []
+            for name in ROWS
         )
         images = _unpack_images(arrays, len(sample_rows) + len(turns))
         rows = iter(zip(sample_rows, images, strict=False))
@@ -124,7 +145,9 @@ def read_samples(path: Path) -> StoredSamples:
         ]
         routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
         turn_parts = zip(turns, images[len(sample_rows) :], routed, strict=True)
-        unfinished: dict[int, Response | SessionRecord] = dict(zip(records["partial"], partial, strict=True))
+        unfinished: dict[int, Response | SessionRecord] = dict(
+            zip(records["partial"], partial, strict=True)
+        )
         for seed, rewards, turn_records in records.get("sessions", ()):
             nodes = [_node(record, *next(turn_parts)) for record in turn_records]
             unfinished[seed] = SessionRecord(tuple(nodes), rewards)
@@ -139,24 +162,40 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     samples = rollout.samples
     trained = rollout.trained
     row_of = {place: row for row, place in enumerate(rollout.rows.tokens["input_ids"])}
-    added = {name: column for name, column in trained.columns.items() if name not in rollout.batch.columns}
+    added = {
+        name: column
+        for name, column in trained.columns.items()
+        if name not in rollout.batch.columns
+    }
     arrays = _columns("added", added)
     # Hashes of prefixes and branches follow from the tokens.
     left_out = ("prefix_hashes", "branches", IMAGES)
-    columns = {name: column for name, column in samples.columns.items() if name not in left_out}
+    columns = {
+        name: column for name, column in samples.columns.items() if name not in left_out
+    }
     arrays |= {f"columns.{name}": column for name, column in columns.items()}
-    arrays["columns.branches"] = np.array([len(branches) for branches in samples["branches"]], dtype=np.int64)
-    arrays["trained"] = np.array([row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64)
+    arrays["columns.branches"] = np.array(
+        [len(branches) for branches in samples["branches"]], dtype=np.int64
+    )
+    arrays["trained"] = np.array(
+        [row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64
+    )
     arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
     if IMAGES in samples.columns:
         images = []
-        for sample_images, branches in zip(samples[IMAGES], samples["branches"], strict=True):
+        for sample_images, branches in zip(
+            samples[IMAGES], samples["branches"], strict=True
+        ):
             images.append(sample_images)
             images += [branch.images for branch in branches]
         arrays |= _pack_images(images)
     placed_branches = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
     tokens = _fetch_rows(
-        [(ref, row + n) for (ref, _, row), branches in placed_branches for n in range(1 + len(branches))]
+        [
+            (ref, row + n)
+            for (ref, _, row), branches in placed_branches
+            for n in range(1 + len(branches))
+        ]
     )
     _write(path, arrays | _pack("tokens", tokens))
 
@@ -171,10 +210,15 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         columns = _select_arrays("columns", arrays)
         trained = arrays["trained"]
         columns = (
-            dict.fromkeys(("branches", "cut_tokens", "history_refused"), 0 * columns["prompt_tokens"])
+            dict.fromkeys(
+                ("branches", "cut_tokens", "history_refused"), 0 * columns["prompt_tokens"]
+            )
             | columns
         )
-        objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
+        objects = {
+            name: object_column(values)
+            for name, values in _from_bytes(arrays["objects"]).items()
+        }
         scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
         added = _select_arrays("added", arrays) | objects
         prompts = columns["prompt_tokens"].tolist()
@@ -194,12 +238,18 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         columns[IMAGES] = object_column([images[start] for start in first])
     names = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
     block = (put or ray.put)(tokens)
-    samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in names})
-    rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
+    samples = RemoteBatch(
+        columns, {name: places(name, repeat(block), first.tolist()) for name in names}
+    )
+    rollout = RolloutBatch(
+        samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0
+    )
     return replace(rollout, trained=rollout.rows.select(trained).with_columns(**added))
 
 
-def write_update(path: Path, batch: RemoteBatch, mini_batches: Sequence[np.ndarray]) -> None:
+def write_update(
+    path: Path, batch: RemoteBatch, mini_batches: Sequence[np.ndarray]
+) -> None:
     """Write what an update reads of its rows, replacing `path` when complete.
 
     mini_batches: rows of each, in order. Raises OutputError.
@@ -241,7 +291,11 @@ def _fetch_column(column: np.ndarray) -> np.ndarray:
 
 def write_rows(path: Path, rows: RemoteBatch) -> None:
     """Write rows to train on, with their tokens, replacing `path` when complete. Raises as `write_step`."""
-    columns = {name: column for name, column in rows.columns.items() if name not in ("prefix_hashes", IMAGES)}
+    columns = {
+        name: column
+        for name, column in rows.columns.items()
+        if name not in ("prefix_hashes", IMAGES)
+    }
     tokens = _fetch_rows([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
     images = _pack_images(rows.columns.get(IMAGES, ()))
     _write(path, _columns("columns", columns) | _pack("tokens", tokens) | images)
@@ -251,21 +305,30 @@ def read_rows(path: Path) -> RemoteBatch:
     """Read rows to train on. Raises DataError for a file that is missing or broken."""
     with open_arrays(path) as arrays:
         tokens = _unpack("tokens", arrays)
-        objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
+        objects = {
+            name: object_column(values)
+            for name, values in _from_bytes(arrays["objects"]).items()
+        }
         columns = _select_arrays("columns", arrays) | objects
         prompts = enumerate(columns["prompt_tokens"].tolist())
         images = _unpack_images(arrays, len(tokens))
     columns |= {IMAGES: object_column(images)} if any(images) else {}
     hashes = [_hashes(tokens.row(row), images[row], prompt) for row, prompt in prompts]
     names = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
-    return RemoteBatch.of_block(ray.put(tokens), columns | {"prefix_hashes": object_column(hashes)}, names)
+    return RemoteBatch.of_block(
+        ray.put(tokens), columns | {"prefix_hashes": object_column(hashes)}, names
+    )
 
 
 def _columns(group: str, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays of a file: numbers and texts by name, and `objects`. Raises DataError for what JSON
     lacks.
     """
-    objects = {name: column.tolist() for name, column in columns.items() if column.dtype.kind == "O"}
+    objects = {
+        name: column.tolist()
+        for name, column in columns.items()
+        if column.dtype.kind == "O"
+    }
     try:
         arrays = {"objects": _as_bytes(objects)}
     except TypeError as error:
@@ -273,7 +336,9 @@ def _columns(group: str, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndar
             f"algorithm.loss.columns={','.join(objects)}: a column cannot be kept in a file: {error}. Give "
             "it as numbers or text."
         ) from None
-    return arrays | {f"{group}.{name}": column for name, column in columns.items() if name not in objects}
+    return arrays | {
+        f"{group}.{name}": column for name, column in columns.items() if name not in objects
+    }
 
 
 def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
@@ -296,13 +361,20 @@ def _pack_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
     if not any(image_rows):
         return {}
     contents = {
-        placed_image.image.digest: placed_image.image for images in image_rows for placed_image in images
+        placed_image.image.digest: placed_image.image
+        for images in image_rows
+        for placed_image in images
     }
     places = []
     for images in image_rows:
-        places.append([(placed.image.digest, placed.first, placed.tokens) for placed in images])
+        places.append(
+            [(placed.image.digest, placed.first, placed.tokens) for placed in images]
+        )
     sizes = {digest: (image.width, image.height) for digest, image in contents.items()}
-    packed = {f"image.{digest}": np.frombuffer(image.data, np.uint8) for digest, image in contents.items()}
+    packed = {
+        f"image.{digest}": np.frombuffer(image.data, np.uint8)
+        for digest, image in contents.items()
+    }
     return {IMAGES: _as_bytes({"places": places, "sizes": sizes})} | packed
 
 
@@ -318,7 +390,9 @@ def _unpack_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Placed]
     }
     image_rows = []
     for row in index["places"]:
-        image_rows.append(tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row))
+        image_rows.append(
+            tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row)
+        )
     return image_rows
 
 
@@ -341,8 +415,12 @@ def open_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays
     except (OSError, ValueError, KeyError, TypeError, BadZipFile, zlib.error) as error:
-        reason = "it is not a file of samples" if "allow_pickle" in str(error) else clause(error)
-        raise DataError(f"{path} cannot be read: {reason}. Record the samples again.") from None
+        reason = (
+            "it is not a file of samples" if "allow_pickle" in str(error) else clause(error)
+        )
+        raise DataError(
+            f"{path} cannot be read: {reason}. Record the samples again."
+        ) from None
 
 
 def _as_bytes(value: Any) -> np.ndarray:
@@ -365,13 +443,20 @@ def _unpack(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
 
 
 def _select_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): arrays[key]
+        for key in arrays
+        if key.startswith(f"{name}.")
+    }
 
 
 def _record(sample: FinishedSample) -> dict[str, Any]:
     score = None if sample.score is None else asdict(sample.score)
     result = asdict(replace(sample.result, images=(), branches=()))
-    del result["prefix_hashes"], result["images"]  # they follow from the rows, as do the branches
+    del (
+        result["prefix_hashes"],
+        result["images"],
+    )  # they follow from the rows, as do the branches
     result["branches"] = len(sample.result.branches)
     return {"result": result, "score": score}
 
@@ -383,7 +468,9 @@ def _read_finished(
     environment = values.pop("environment")
     branches = values.pop("branches", 0)
     versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
-    result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
+    result = SampleResult(
+        **values, version_tokens=versions, environment=_score(environment)
+    )
     pairs = [next(iter(rows)) for _ in range(1 + branches)] if result.row >= 0 else []
     sample_rows = [row for row, _ in pairs]
     images = [placed for _, placed in pairs]
@@ -408,12 +495,22 @@ def _turn(node: Node) -> dict[str, Any]:
 
 
 def _node(
-    turn: Mapping[str, Any], row: Mapping[str, np.ndarray], images: Placed, routed: np.ndarray | None
+    turn: Mapping[str, Any],
+    row: Mapping[str, np.ndarray],
+    images: Placed,
+    routed: np.ndarray | None,
 ) -> Node:
-    answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL} | turn["response"]
+    answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL} | turn[
+        "response"
+    ]
     answer[ROUTED_EXPERTS] = routed
     return Node(
-        **{**turn, "given": row["ids"][: turn["given"]], "images": images, "response": Response(**answer)}
+        **{
+            **turn,
+            "given": row["ids"][: turn["given"]],
+            "images": images,
+            "response": Response(**answer),
+        }
     )
 
 

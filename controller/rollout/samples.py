@@ -35,7 +35,14 @@ LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 BRANCH_COLUMNS = tuple(column.name for column in fields(Branch))
-EXAMPLE_COLUMNS = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
+EXAMPLE_COLUMNS = (
+    "uid",
+    "sample",
+    "response_tokens",
+    "seconds",
+    "weight_version",
+    "reward",
+)
 KEPT_ADVANTAGES = "kept_advantages"
 """Column: advantages of replayed rows, NaN for new rows."""
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
@@ -69,7 +76,9 @@ class RolloutBatch:
         `credit`, of an agent's sessions `offsets`.
         """
         scores = self.by_sample.values()
-        batch = self.samples.with_columns(reward=np.array([score.reward for score in scores]))
+        batch = self.samples.with_columns(
+            reward=np.array([score.reward for score in scores])
+        )
         credit = object_column([score.credit for score in scores])
         name = "offsets" if any(score.session for score in scores) else "credit"
         return batch.with_columns(**{name: credit}) if any(credit) else batch
@@ -82,7 +91,9 @@ class RolloutBatch:
     @cached_property
     def last_rows(self) -> RemoteBatch:
         """The row of each sample in which the last turn was sampled."""
-        branches = np.maximum(1, [len(sample_branches) for sample_branches in self.samples["branches"]])
+        branches = np.maximum(
+            1, [len(sample_branches) for sample_branches in self.samples["branches"]]
+        )
         return self.rows.select(np.cumsum(branches) - 1)
 
     @staticmethod
@@ -100,14 +111,21 @@ class RolloutBatch:
         )
 
     def with_reward_part(
-        self, name: str, values: np.ndarray, *, weight: float = 1.0, added: np.ndarray | None = None
+        self,
+        name: str,
+        values: np.ndarray,
+        *,
+        weight: float = 1.0,
+        added: np.ndarray | None = None,
     ) -> "RolloutBatch":
         """Add weighted `values` [B], or what is `added`, to the rewards, and keep `values` as the part
         `name`.
         """
         additions = weight * values if added is None else added
         by_sample = {
-            key: replace(score, reward=score.reward + add, parts=score.parts | {name: value})
+            key: replace(
+                score, reward=score.reward + add, parts=score.parts | {name: value}
+            )
             for (key, score), value, add in zip(
                 self.by_sample.items(), values.tolist(), additions.tolist(), strict=True
             )
@@ -117,8 +135,12 @@ class RolloutBatch:
     def with_rewards(self, rewards: np.ndarray, name: str) -> "RolloutBatch":
         """Replace the rewards by `rewards` [B], and keep the difference as the part `name`."""
         by_sample = {
-            key: replace(score, reward=reward, parts=score.parts | {name: reward - score.reward})
-            for (key, score), reward in zip(self.by_sample.items(), rewards.tolist(), strict=True)
+            key: replace(
+                score, reward=reward, parts=score.parts | {name: reward - score.reward}
+            )
+            for (key, score), reward in zip(
+                self.by_sample.items(), rewards.tolist(), strict=True
+            )
         }
         return replace(self, by_sample=by_sample)
 
@@ -133,7 +155,10 @@ class RolloutBatch:
         by_sample = dict(itertools.compress(self.by_sample.items(), mask))
         dropped = self.truncated_dropped + int(np.sum(~mask))
         return replace(
-            self, samples=self.samples.select(mask), by_sample=by_sample, truncated_dropped=dropped
+            self,
+            samples=self.samples.select(mask),
+            by_sample=by_sample,
+            truncated_dropped=dropped,
         )
 
     def with_baseline(self, greedy: "RolloutBatch") -> "RolloutBatch":
@@ -152,7 +177,9 @@ class RolloutBatch:
         samples = samples.with_columns(
             greedy_reward=np.array([rewards[uid] for uid in samples["uid"].tolist()])
         )
-        by_sample = {key: score for key, score in self.by_sample.items() if key[0] in rewards}
+        by_sample = {
+            key: score for key, score in self.by_sample.items() if key[0] in rewards
+        }
         return replace(
             self,
             samples=samples,
@@ -167,10 +194,14 @@ class RolloutBatch:
         scores = list(self.by_sample.values())
         means = {"reward": float(np.mean([score.reward for score in scores]))}
         for name in sorted({name for score in scores for name in score.parts}):
-            means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
+            means[name] = float(
+                np.mean([score.parts[name] for score in scores if name in score.parts])
+            )
         return means
 
-    def scored_responses(self, prompts: Mapping[str, "Prompt"], prompt_key: str) -> list[ScoredResponse]:
+    def scored_responses(
+        self, prompts: Mapping[str, "Prompt"], prompt_key: str
+    ) -> list[ScoredResponse]:
         return [
             ScoredResponse(
                 uid,
@@ -178,8 +209,12 @@ class RolloutBatch:
                 {"reward": score.reward} | score.parts,
                 score.answer,
                 {
-                    "prompt": show_prompt(prompts[uid].columns[prompt_key], prompts[uid].image_names),
-                    "record": shorten(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
+                    "prompt": show_prompt(
+                        prompts[uid].columns[prompt_key], prompts[uid].image_names
+                    ),
+                    "record": shorten(
+                        other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT
+                    ),
                     "response": score.response,
                 }
                 | _record_turns(score, sys.maxsize),
@@ -192,7 +227,10 @@ class RolloutBatch:
         return replace(self, samples=self.samples.light, trained=RemoteBatch({}, {}))
 
     def examples(
-        self, count: int, texts_of: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
+        self,
+        count: int,
+        texts_of: Callable[[str], dict[str, str]],
+        characters: int = LONGEST_TEXT,
     ) -> list[dict[str, Any]]:
         """Return the first `count` samples, the slowest and the longest, each once, for a record.
 
@@ -222,8 +260,16 @@ class RolloutBatch:
         first = self.samples.tokens["input_ids"]
         starts = self.batch["prompt_tokens"]
         long = self.batch["length"] - starts > LONGEST_SENT
-        rows = [row for row in self._choose_rows(count) if long[row] and not items[row][1].response]
-        read_texts = read([(first[row][0], first[row][2], int(starts[row])) for row in rows]) if rows else ()
+        rows = [
+            row
+            for row in self._choose_rows(count)
+            if long[row] and not items[row][1].response
+        ]
+        read_texts = (
+            read([(first[row][0], first[row][2], int(starts[row])) for row in rows])
+            if rows
+            else ()
+        )
         new_scores = {
             items[row][0]: with_texts(items[row][1], **texts)
             for row, texts in zip(rows, read_texts, strict=True)
@@ -232,10 +278,13 @@ class RolloutBatch:
 
     def _choose_rows(self, count: int) -> list[int]:
         slowest, longest = (
-            np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens")
+            np.argsort(-self.batch[name], kind="stable")
+            for name in ("seconds", "response_tokens")
         )
         first = range(len(self.batch))[:count]
-        return list(dict.fromkeys([*first, *slowest[:count].tolist(), *longest[:count].tolist()]))
+        return list(
+            dict.fromkeys([*first, *slowest[:count].tolist(), *longest[:count].tolist()])
+        )
 
     def metrics(self) -> dict[str, float]:
         tokens = self.batch["response_tokens"]
@@ -247,7 +296,10 @@ class RolloutBatch:
         return {
             "reward/mean": means.pop("reward"),
             "reward/std": float(self.batch["reward"].std()),
-            **{name if name in TOOL_PARTS else f"reward/{name}": value for name, value in means.items()},
+            **{
+                name if name in TOOL_PARTS else f"reward/{name}": value
+                for name, value in means.items()
+            },
             "reward/failures": float(len(self.failures)),
             "rollout/samples": float(len(self.batch)),
             "rollout/samples_dropped": float(self.dropped),
@@ -268,7 +320,9 @@ class RolloutBatch:
             "rollout/turns_mean": float(self.batch["turns"].mean()),
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
-            "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
+            "rollout/newest_weight_version": float(
+                self.batch["newest_weight_version"].max()
+            ),
             **_turn_metrics([score.turn_rewards for score in scores if not score.session]),
             **session_metrics([score.session for score in scores], self.batch["seconds"]),
         }
@@ -283,12 +337,18 @@ def training_rows(samples: RemoteBatch) -> RemoteBatch:
     """Replace each sample with branches by these, in order, with their lengths, prompts and tokens."""
     branches = [sample_branches or (None,) for sample_branches in samples["branches"]]
     rows = samples.select(
-        np.repeat(np.arange(len(samples)), [len(sample_branches) for sample_branches in branches])
+        np.repeat(
+            np.arange(len(samples)), [len(sample_branches) for sample_branches in branches]
+        )
     )
     branch_rows = [
-        (row, number, branch) for row, (number, branch) in enumerate(_number_branches(branches)) if branch
+        (row, number, branch)
+        for row, (number, branch) in enumerate(_number_branches(branches))
+        if branch
     ]
-    columns = {name: column.copy() for name, column in rows.columns.items() if name != "branches"}
+    columns = {
+        name: column.copy() for name, column in rows.columns.items() if name != "branches"
+    }
     tokens = {name: column.copy() for name, column in rows.tokens.items()}
     for row, number, branch in branch_rows:
         for name in columns.keys() & set(BRANCH_COLUMNS):
@@ -305,15 +365,21 @@ def _number_branches(branches: Iterable[Sequence[Any]]) -> Iterator[tuple[int, A
 
 def sample_numbers(rows: RemoteBatch) -> np.ndarray:
     """Number samples from 0, int64 [B], one for all rows of a sample, which stand together."""
-    follows = [np.append(False, rows[name][1:] == rows[name][:-1]) for name in ("uid", "sample")]
+    follows = [
+        np.append(False, rows[name][1:] == rows[name][:-1]) for name in ("uid", "sample")
+    ]
     return np.cumsum(~(follows[0] & follows[1])) - 1 if len(rows) else np.empty(0, np.int64)
 
 
 def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the mean and number of rewards of the first turns, if any turn earned one."""
     metrics: dict[str, float] = {}
-    for turn in range(min(SHOWN_TURNS, max(map(len, earned))) if any(map(any, earned)) else 0):
-        rewards = [turn_rewards[turn] for turn_rewards in earned if len(turn_rewards) > turn]
+    for turn in range(
+        min(SHOWN_TURNS, max(map(len, earned))) if any(map(any, earned)) else 0
+    ):
+        rewards = [
+            turn_rewards[turn] for turn_rewards in earned if len(turn_rewards) > turn
+        ]
         metrics |= {
             f"turn/reward/{turn + 1}": float(np.mean(rewards)),
             f"turn/samples/{turn + 1}": float(len(rewards)),
@@ -342,7 +408,10 @@ def assign_teachers(
     """
     batch_prompts = [prompts[uid] for uid in batch["uid"].tolist()]
     names = np.array(
-        [str(prompt.columns[settings.key]) if settings.paths else "" for prompt in batch_prompts]
+        [
+            str(prompt.columns[settings.key]) if settings.paths else ""
+            for prompt in batch_prompts
+        ]
     )
     if not settings.context_key:
         return names, batch
@@ -352,7 +421,9 @@ def assign_teachers(
     return names, batch.with_columns(
         length=batch["length"] + added,
         prompt_tokens=batch["prompt_tokens"] + added,
-        prompt_hash=np.array([numbers.setdefault(prompt_ids.tobytes(), len(numbers)) for prompt_ids in ids]),
+        prompt_hash=np.array(
+            [numbers.setdefault(prompt_ids.tobytes(), len(numbers)) for prompt_ids in ids]
+        ),
         teacher_prompt=object_column(ids),
     )
 
@@ -371,7 +442,11 @@ def assemble(
     dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises UnfinishedError
     if no sample is left.
     """
-    pairs = [(result, block) for result, block in samples if not (drop_failed and scores[result.key].failure)]
+    pairs = [
+        (result, block)
+        for result, block in samples
+        if not (drop_failed and scores[result.key].failure)
+    ]
     results = [result for result, _ in pairs]
     failures = [score.failure for score in scores.values() if score.failure]
     if not results:
@@ -385,11 +460,15 @@ def assemble(
     columns = {
         "uid": np.array([result.uid for result in results]),
         "prefix_hashes": object_column([result.prefix_hashes for result in results]),
-        "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in results]),
+        "truncated": np.array(
+            [result.finish_reason in (LENGTH, TURNS) for result in results]
+        ),
         "seconds": np.array([result.seconds for result in results]),
     }
     for name in ("sample", *COUNTS):
-        columns[name] = np.array([getattr(result, name) for result in results], dtype=np.int64)
+        columns[name] = np.array(
+            [getattr(result, name) for result in results], dtype=np.int64
+        )
     columns |= _images(results)
     tokens = {name: places(name, blocks, rows) for name in token_columns}
     return RolloutBatch(
@@ -410,11 +489,14 @@ def _images(results: Sequence[SampleResult]) -> dict[str, np.ndarray]:
     branches = []
     for result in results:
         result_branches = [
-            replace(branch, images=store_images(branch.images, refs)) for branch in result.branches
+            replace(branch, images=store_images(branch.images, refs))
+            for branch in result.branches
         ]
         branches.append(tuple(result_branches))
     images = [store_images(result.images, refs) for result in results]
-    return {"branches": object_column(branches)} | ({IMAGES: object_column(images)} if any(images) else {})
+    return {"branches": object_column(branches)} | (
+        {IMAGES: object_column(images)} if any(images) else {}
+    )
 
 
 def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
@@ -445,4 +527,8 @@ def _shorten_texts(texts: Mapping[str, str], longest: int) -> dict[str, str]:
 
 def newly_sampled(batch: RemoteBatch) -> RemoteBatch:
     """Return the rows that were not replayed."""
-    return batch.select(np.isnan(batch[KEPT_ADVANTAGES])) if KEPT_ADVANTAGES in batch.columns else batch
+    return (
+        batch.select(np.isnan(batch[KEPT_ADVANTAGES]))
+        if KEPT_ADVANTAGES in batch.columns
+        else batch
+    )

@@ -61,12 +61,18 @@ class Job:
     def keys(self) -> list[Key]:
         """Return (uid, sample) of its samples, in prompt order."""
         return [
-            (uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)
+            (uid, sample)
+            for uid in self.prompts
+            for sample in range(self.config.rollout.samples_per_prompt)
         ]
 
 
 def read_job(
-    config: SamplerConfig, model: Model, functions: GivenFunctions, prompts: int, log: Log = print
+    config: SamplerConfig,
+    model: Model,
+    functions: GivenFunctions,
+    prompts: int,
+    log: Log = print,
 ) -> Job:
     """Read data and rewards, and check that the output holds no other job. Raises ConfigError or
     DataError.
@@ -74,11 +80,15 @@ def read_job(
     inputs = read_inputs(config, log, functions)
     identity = job_identity(model, config, inputs.identity, functions)
     check_same_job(config.run_folder, identity)
-    first = islice(chain.from_iterable(inputs.sources), prompts or config.first_prompts or None)
+    first = islice(
+        chain.from_iterable(inputs.sources), prompts or config.first_prompts or None
+    )
     by_uid = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
     warning_lines = (*warnings(config), *inputs.warnings)
     # Only now, because a checkpoint may not be written as a model yet.
-    config = replace(config, model=replace(config.model, path=model.path or config.model.path))
+    config = replace(
+        config, model=replace(config.model, path=model.path or config.model.path)
+    )
     return Job(config, model, inputs, by_uid, identity, warning_lines)
 
 
@@ -86,7 +96,9 @@ def checked_settings(
     schema: type[SamplerConfig], request: JobRequest
 ) -> tuple[SamplerConfig, Model, GivenFunctions]:
     if request.prompts < 0:
-        raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
+        raise ConfigError(
+            f"prompts={request.prompts}: must be at least 0, which takes all."
+        )
     config, model = job_settings(schema, request)
     functions = give_rewards(config.reward, request.reward)
     leave_out_cpu_settings(config)
@@ -94,11 +106,18 @@ def checked_settings(
     return config, model, functions
 
 
-def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[SamplerConfig, Model]:
+def job_settings(
+    schema: type[SamplerConfig], request: JobRequest
+) -> tuple[SamplerConfig, Model]:
     model = choose_model(request.model)
     path = request.config or (None if request.settings else _of_run(model))
-    config = load_as(schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
-    if not (request.config or request.settings or request.trust_run) and model.run is not None:
+    config = load_as(
+        schema, path, [*request.settings, *request.overrides, "run.resume=auto"]
+    )
+    if (
+        not (request.config or request.settings or request.trust_run)
+        and model.run is not None
+    ):
         functions = [
             *(() if request.reward else config.reward.weights),
             *config.rollout.code,
@@ -109,14 +128,25 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
                 if package_of(path) == "verifiers"
             ),
         ]
-        check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
+        check_trusted(
+            model.run,
+            functions,
+            request.overrides,
+            "add --trust-run, or give your own --config",
+        )
     check_effect(
-        config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None
+        config,
+        request.overrides,
+        uses_ranks=config.uses_reward_model or model.checkpoint is not None,
     )
-    if model.path and any(override.startswith("model.path=") for override in request.overrides):
+    if model.path and any(
+        override.startswith("model.path=") for override in request.overrides
+    ):
         raise ConfigError("--model and model.path both name a model. Give one of them.")
     beside = config.run_folder.with_name(f"{config.run.name}-{config.command}")
-    output = request.output or (model.run / config.command / model.name if model.run else beside)
+    output = request.output or (
+        model.run / config.command / model.name if model.run else beside
+    )
     config = config.narrowed(output)
     if model.path and model.checkpoint is None:
         config = replace(config, model=replace(config.model, path=model.path))
@@ -149,16 +179,26 @@ def describe_job(schema: type[SamplerConfig], request: JobRequest) -> str:
     with problems.collecting():
         trial = try_inputs(config, call_functions=functions)
     problems.raise_all()
-    check_same_job(config.run_folder, job_identity(model, config, trial.identity, functions))
+    check_same_job(
+        config.run_folder, job_identity(model, config, trial.identity, functions)
+    )
     sampling = config.rollout.sampling
     samples = config.rollout.samples_per_prompt
     total_prompts = sum(map(len, trial.train.values()))
     prompts = min(total_prompts, request.prompts or config.first_prompts or total_prompts)
-    written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
+    written = (
+        f"{model.checkpoint}, to be written as a model to {model.path}"
+        if model.is_missing
+        else ""
+    )
     cut = [f"temperature={sampling.temperature:g}", *sampling.cuts, *sampling.changes]
     options = ", ".join(option.replace("=", " ", 1) for option in cut)
     played = [] if config.rollout.tools else config.rollout.code
-    scoring = [config.reward.model.path, *config.reward.model.paths.values(), config.reward.judge.model]
+    scoring = [
+        config.reward.model.path,
+        *config.reward.model.paths.values(),
+        config.reward.judge.model,
+    ]
     rewards = [*config.reward.weights, *played, *filter(None, scoring)]
     return "\n".join(
         [

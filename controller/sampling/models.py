@@ -15,7 +15,11 @@ from controller.config import Config
 from controller.config.recorded import load_recorded
 from controller.config.sampler import SamplerConfig
 from workers.errors import CheckpointError, ConfigError
-from workers.model.checkpoint.checkpoint_folder import MANIFEST, read_manifest, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import (
+    MANIFEST,
+    read_manifest,
+    unfinished_folder,
+)
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
@@ -39,7 +43,9 @@ class Model:
 
     @property
     def is_missing(self) -> bool:
-        return self.checkpoint is not None and not (Path(self.path) / "config.json").exists()
+        return (
+            self.checkpoint is not None and not (Path(self.path) / "config.json").exists()
+        )
 
     def write(self, config: SamplerConfig, console: "Console") -> None:
         """Write the checkpoint as a model, if missing. Raises as `launch`, and CheckpointError."""
@@ -74,12 +80,16 @@ def choose_model(named: str) -> Model:
     if (path / "config.json").exists():
         return Model(named, path.parent if (path.parent / OF_RUN).exists() else None)
     if not (path / OF_RUN).exists():
-        raise ConfigError(f"--model={path}: not a model, a run or a checkpoint of a run. Name one of them.")
+        raise ConfigError(
+            f"--model={path}: not a model, a run or a checkpoint of a run. Name one of them."
+        )
     if (path / "model" / "config.json").exists():
         return Model(str(path / "model"), path)
     if checkpoints := checkpoints_at(path):
         return _of_checkpoint(checkpoints[0])
-    raise ConfigError(f"--model={path}: the run has no model and no complete checkpoint yet. Name another.")
+    raise ConfigError(
+        f"--model={path}: the run has no model and no complete checkpoint yet. Name another."
+    )
 
 
 def _of_checkpoint(path: Path) -> Model:

@@ -55,8 +55,12 @@ class SamplesFile:
         check_same_job(folder, job)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / JOB).write_text(json.dumps(job, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            self.lines = {(line["uid"], line["sample"]): line for line in _whole_lines(self.path)}
+            (folder / JOB).write_text(
+                json.dumps(job, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+            self.lines = {
+                (line["uid"], line["sample"]): line for line in _whole_lines(self.path)
+            }
             self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Line) -> None:
@@ -89,17 +93,23 @@ def _parse_line(text: bytes, place: str) -> Line:
         line = json.loads(text)
         return line | {"uid": str(line["uid"]), "sample": int(line["sample"])}
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        raise DataError(f"{place} is not a sample. Give another --output, or remove that file.") from None
+        raise DataError(
+            f"{place} is not a sample. Give another --output, or remove that file."
+        ) from None
 
 
-def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool) -> Line:
+def as_line(
+    result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool
+) -> Line:
     line = {
         "uid": result.uid,
         "sample": result.sample,
         "source": prompt.source,
         "prompt": prompt.columns[prompt_key],
         "response": score.response,
-        "record": {name: value for name, value in prompt.columns.items() if name != prompt_key},
+        "record": {
+            name: value for name, value in prompt.columns.items() if name != prompt_key
+        },
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "response_tokens": result.response_tokens,
@@ -125,7 +135,9 @@ def token_columns(result: SampleResult, rows: Sequence[Mapping[str, np.ndarray]]
     first, *branches = rows
     line = _tokens_after(first, result.prompt_tokens)
     return line | (
-        {"rows": [_tokens_after(row, result.prompt_tokens) for row in branches]} if branches else {}
+        {"rows": [_tokens_after(row, result.prompt_tokens) for row in branches]}
+        if branches
+        else {}
     )
 
 
@@ -142,7 +154,10 @@ def _tokens_after(row: Mapping[str, np.ndarray], start: int) -> Line:
 def scored_response(line: Line) -> ScoredResponse:
     parts = {name: value for name, value in line["parts"].items() if value is not None}
     return ScoredResponse(
-        line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", "")
+        line["uid"],
+        line["source"],
+        {"reward": line["reward"]} | parts,
+        line.get("answer", ""),
     )
 
 
@@ -178,7 +193,9 @@ def job_identity(
         for name, weight in config.reward.weights.items()
     }
     if config.uses_reward_model:
-        paths = {name: model.path for name, model in config.models_of("reward_model").items()}
+        paths = {
+            name: model.path for name, model in config.models_of("reward_model").items()
+        }
         for name, weight in config.reward.model.named_weights.items():
             key = path_setting("reward_model", name)
             rewards[key.removesuffix(".path")] = [weight, _files(paths[name], key)]
@@ -188,7 +205,11 @@ def job_identity(
     if config.uses_judge:
         judge = config.reward.judge
         files = _files(judge.model, "reward.judge.model") if judge.has_engines else None
-        rewards["reward.judge"] = [asdict(judge), _content(judge.function) if judge.function else "", files]
+        rewards["reward.judge"] = [
+            asdict(judge),
+            _content(judge.function) if judge.function else "",
+            files,
+        ]
     return {
         "command": config.command,
         "model": checkpoint or _files(config.model.path, "model.path"),
@@ -209,7 +230,11 @@ def _files(path: str, key: str) -> dict[str, Any]:
     """List a model's files with sizes and times, because reading all weights would take minutes."""
     folder = read_model_files(path, key).folder
     files = sorted(
-        {file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)}
+        {
+            file
+            for pattern in ("config.json", *WEIGHTS, *TOKENIZERS)
+            for file in folder.glob(pattern)
+        }
     )
     stamps = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     return {"folder": str(folder.resolve()), "files": stamps}
@@ -218,4 +243,8 @@ def _files(path: str, key: str) -> dict[str, Any]:
 def _content(function: str) -> str:
     """Return the SHA-256 of a user's code file, because pickles of the same code may differ."""
     file = source_file(function)
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
+    return (
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        if file is not None and file.is_file()
+        else ""
+    )

@@ -17,11 +17,22 @@ from typing import TYPE_CHECKING, NamedTuple
 from controller.config import to_yaml
 from controller.config.sampler import SamplerConfig
 from controller.lifecycle.session import prepare_start, ray_session
-from controller.observability.failures import FailureCounts, Failures, failed_sample, place_of
+from controller.observability.failures import (
+    FailureCounts,
+    Failures,
+    failed_sample,
+    place_of,
+)
 from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
-from controller.sampling.jobs import Job, JobRequest, checked_settings, describe_job, read_job
+from controller.sampling.jobs import (
+    Job,
+    JobRequest,
+    checked_settings,
+    describe_job,
+    read_job,
+)
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
 from workers.batch.remote_batch import fetch_objects
 from workers.errors import RolloutError
@@ -95,9 +106,23 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="YAML file of settings (default: from --model's run)")
-    add("--model", default="", metavar="PATH", help="a model, a run, or a checkpoint of a run (model.path)")
-    add("--trust-run", action="store_true", help="run functions that the settings of --model's run name")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of settings (default: from --model's run)",
+    )
+    add(
+        "--model",
+        default="",
+        metavar="PATH",
+        help="a model, a run, or a checkpoint of a run (model.path)",
+    )
+    add(
+        "--trust-run",
+        action="store_true",
+        help="run functions that the settings of --model's run name",
+    )
     add(
         "--output",
         type=Path,
@@ -106,9 +131,24 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
     )
     parser.set_defaults(prompts=0)
     if takes_prompts:
-        add("--prompts", type=int, default=0, metavar="N", help="only so many prompts, the first (all)")
-    add("--dry-run", action="store_true", help="read all data and try the reward, and start nothing")
-    add("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+        add(
+            "--prompts",
+            type=int,
+            default=0,
+            metavar="N",
+            help="only so many prompts, the first (all)",
+        )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="read all data and try the reward, and start nothing",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key.sub=value",
+        help="settings that replace the file's",
+    )
     return parser
 
 
@@ -137,7 +177,9 @@ def _run(finish: Finish, job: Job, console: "Console") -> None:
             console.log(str(failures))
         dropped = attempts.dropped
         if not lines:
-            raise RolloutError(f"no sample was finished. The first was given up because {dropped[0].error}")
+            raise RolloutError(
+                f"no sample was finished. The first was given up because {dropped[0].error}"
+            )
         finish(job, lines, len(dropped), console)
 
 
@@ -145,9 +187,13 @@ def failures_of(job: Job, attempts: Attempts, lines: Sequence[Line]) -> list[Fai
     """Count what failed, a line for each kind and cause. lines: those of an earlier start too."""
     config = job.config
     counts = FailureCounts()
-    of_retries = [failed_sample(result) for result in attempts.retried[:1]] * len(attempts.retried)
+    of_retries = [failed_sample(result) for result in attempts.retried[:1]] * len(
+        attempts.retried
+    )
     of_rewards = [
-        f"{place_of((line['uid'], line['sample']))}: {line['failure']}" for line in lines if "failure" in line
+        f"{place_of((line['uid'], line['sample']))}: {line['failure']}"
+        for line in lines
+        if "failure" in line
     ]
     counts.add(
         f"samples given up (rollout.max_retries={config.rollout.max_retries})",
@@ -178,7 +224,9 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> Attempts:
         ) from stop
 
 
-def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> Attempts:
+def sample_missing(
+    job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console"
+) -> Attempts:
     from controller.actors.launch import launch
 
     config = job.config
@@ -213,7 +261,10 @@ def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
 
     for prompt in job.prompts.values():
         requests = sample_requests(
-            job.config, [prompt], job.config.rollout.samples_per_prompt, job.config.seed_step
+            job.config,
+            [prompt],
+            job.config.rollout.samples_per_prompt,
+            job.config.seed_step,
         )
         yield from (request for request in requests if request.key in missing)
 
@@ -251,18 +302,24 @@ def _score_samples(
 
     router = rollouts.begin(job.config.rollout.sampling, score).router
     while True:
-        router.submit(islice(waiting, max(0, window - len(router.unfinished) - len(unscored))))
+        router.submit(
+            islice(waiting, max(0, window - len(router.unfinished) - len(unscored)))
+        )
         if router.done and not unscored:
             return
         if not router.done:
             rollouts.pump_all(POLL_SECONDS)
         attempts.dropped += router.take_dropped()
         attempts.retried += router.take_retried()
-        for key, sample_score in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
+        for key, sample_score in scoring.ready(
+            POLL_SECONDS if router.done else 0.0
+        ).items():
             yield Sampled(*unscored.pop(key), sample_score)
 
 
-def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) -> list[Sampled]:
+def _with_model_scores(
+    job: Job, roles: "WorkerGroups", samples: list[Sampled]
+) -> list[Sampled]:
     from controller.planning.planner import Planner
     from controller.rollout.model_scores import with_model_scores
     from controller.rollout.samples import assemble
@@ -272,14 +329,18 @@ def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) 
     rollout = assemble([(sample.result, sample.block) for sample in samples], scores)
     planner = Planner(job.config, job.inputs.cost_model)
     rollout = with_model_scores(job.config, roles.reward_model, planner, rollout)
-    return [sample._replace(score=rollout.by_sample[sample.result.key]) for sample in samples]
+    return [
+        sample._replace(score=rollout.by_sample[sample.result.key]) for sample in samples
+    ]
 
 
 def _line(job: Job, sampled: Sampled) -> Line:
     result = sampled.result
     config = job.config
     prompt = job.prompts[result.uid]
-    line = as_line(result, sampled.score, prompt, config.data.prompt_key, rewarded=config.rewarded)
+    line = as_line(
+        result, sampled.score, prompt, config.data.prompt_key, rewarded=config.rewarded
+    )
     if not config.writes_tokens:
         return line
     block: DataProto = fetch_objects([sampled.block])[sampled.block]

@@ -33,7 +33,11 @@ def _marked(word: re.Match[str]) -> str:
     if len(word[0]) > LONGEST_WORD:
         return f'<span class="long">{word[0]}</span>'
     breaks = "-" in word[0] or "/" in word[0]
-    return f'<span class="whole">{word[0]}</span>' if breaks and len(word[0]) <= LONGEST_KEY else word[0]
+    return (
+        f'<span class="whole">{word[0]}</span>'
+        if breaks and len(word[0]) <= LONGEST_KEY
+        else word[0]
+    )
 
 
 def _inlined(name: str, page: Page, files: Files) -> str:

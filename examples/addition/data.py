@@ -46,7 +46,9 @@ def solution(a: int, b: int) -> str:
 
 def corrupted(text: str, share: float, rng: random.Random) -> str:
     """Replace that share of the digits in `text` by random digits."""
-    return "".join(str(rng.randrange(10)) if c.isdigit() and rng.random() < share else c for c in text)
+    return "".join(
+        str(rng.randrange(10)) if c.isdigit() and rng.random() < share else c for c in text
+    )
 
 
 def number_of_digits(rng: random.Random) -> int:
@@ -54,13 +56,19 @@ def number_of_digits(rng: random.Random) -> int:
     return min(MAX_DIGITS, 1 + int(rng.expovariate(1 / 3.5)))
 
 
-def problem(rng: random.Random, *, held_out: bool, any_length: float = 0.0) -> tuple[int, int]:
+def problem(
+    rng: random.Random, *, held_out: bool, any_length: float = 0.0
+) -> tuple[int, int]:
     """Two numbers of the same number of digits, from the held-out problems or from the others.
 
     any_length: share of problems whose number of digits is drawn evenly instead of long-tailed.
     """
     while True:
-        digits = rng.randint(1, MAX_DIGITS) if rng.random() < any_length else number_of_digits(rng)
+        digits = (
+            rng.randint(1, MAX_DIGITS)
+            if rng.random() < any_length
+            else number_of_digits(rng)
+        )
         low = 10 ** (digits - 1) if digits > 1 else 0
         a, b = (rng.randrange(low, 10**digits) for _ in range(2))
         if (crc32(f"{a}+{b}".encode()) % HELD_OUT_SHARE == 0) == held_out:
@@ -71,7 +79,9 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
     """`count` problems as JSONL records with `prompt` and `solution`."""
     rng = random.Random(seed)
     problems = (problem(rng, held_out=held_out) for _ in range(count))
-    write_records(path, ({"prompt": prompt(a, b), "solution": solution(a, b)} for a, b in problems))
+    write_records(
+        path, ({"prompt": prompt(a, b), "solution": solution(a, b)} for a, b in problems)
+    )
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -37,10 +37,14 @@ def main() -> None:
         )
         colour = f"C{number}"
         axes.plot(*curve(run, "reward/exact_match"), color=colour, linewidth=1, alpha=0.6)
-        axes.plot(*curve(run, "validation/exact_match"), "o", color=colour, label=f"seed {seed}")
+        axes.plot(
+            *curve(run, "validation/exact_match"), "o", color=colour, label=f"seed {seed}"
+        )
     axes.set(xlabel="step", ylabel="exact match, sampled at temperature 1", ylim=(0, 1))
     axes.legend(
-        title="dots: 512 held-out problems\nlines: training problems", frameon=False, loc="lower right"
+        title="dots: 512 held-out problems\nlines: training problems",
+        frameon=False,
+        loc="lower right",
     )
     axes.grid(alpha=0.3)
     figure.savefig(options.output, dpi=130)

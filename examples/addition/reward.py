@@ -10,5 +10,7 @@ def reward(response: str, solution: str) -> dict[str, float]:
     working, _, expected = solution.partition("#")
     exact = float(answer == expected)
     written = response.partition("#")[0]
-    correct = sum(a == b for a, b in zip(written, working, strict=False)) / max(len(written), len(working))
+    correct = sum(a == b for a, b in zip(written, working, strict=False)) / max(
+        len(written), len(working)
+    )
     return {"reward": exact or 0.5 * correct, "exact_match": exact}

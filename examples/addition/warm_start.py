@@ -1,6 +1,7 @@
 """A small policy that knows how to add and errs often: the start of the quickstart.
 
-    random Qwen2 (3M) --right workings--> knows how --workings with 6 % wrong digits--> errs often: cache/model
+    random Qwen2 (3M) --right workings--> knows how
+    --workings with 6 % wrong digits--> errs often: cache/model
 
 `controller.sft` trains it on responses in this order, by `sft.yaml`, and keeps it for the next run:
 `python -m examples.addition.warm_start`.
@@ -37,7 +38,11 @@ def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokens.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
+        tokenizer_object=tokens,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=128,
     )
 
 
@@ -100,7 +105,10 @@ def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
 
 def prepare() -> None:
     """Write the data and a random model."""
-    print(f"warm start: {STEPS} steps on given responses (some minutes, only once)", flush=True)
+    print(
+        f"warm start: {STEPS} steps on given responses (some minutes, only once)",
+        flush=True,
+    )
     disable_progress_bar()  # a small model needs no progress bar
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)

@@ -23,7 +23,11 @@ TOOLS: list[Any] = [
         "function": {
             "name": "query",
             "description": "Ask the table prices (item, shop, price) by SQL.",
-            "parameters": {"type": "object", "properties": {"sql": {"type": "string"}}, "required": ["sql"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"sql": {"type": "string"}},
+                "required": ["sql"],
+            },
         },
     }
 ]
@@ -42,7 +46,11 @@ def query(sql: str) -> str:
 def answer(client: OpenAI, messages: list[Any]) -> str:
     """Return the model's answer, after it has called the tool as often as it likes."""
     for _ in range(TURNS):
-        said = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
+        said = (
+            client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+            .choices[0]
+            .message
+        )
         messages.append(said)
         if not said.tool_calls:
             break
@@ -56,7 +64,9 @@ def answer(client: OpenAI, messages: list[Any]) -> str:
     return said.content or ""
 
 
-def run(record: dict[str, Any], base_url: str | None = None, api_key: str | None = None) -> None:
+def run(
+    record: dict[str, Any], base_url: str | None = None, api_key: str | None = None
+) -> None:
     """Answer the question of a record."""
     answer(OpenAI(base_url=base_url, api_key=api_key), list(record["prompt"]))
 

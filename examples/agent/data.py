@@ -58,4 +58,7 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
     """Write `count` problems as JSONL records with `prompt` and `answer`."""
     rng = random.Random(seed)
     problems = [problem(rng, held_out=held_out) for _ in range(count)]
-    write_records(path, ({"prompt": question(*each), "answer": str(price(*each))} for each in problems))
+    write_records(
+        path,
+        ({"prompt": question(*each), "answer": str(price(*each))} for each in problems),
+    )

@@ -35,5 +35,8 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
     rng = random.Random(seed)
     problems = (problem(rng, held_out=held_out) for _ in range(count))
     path.write_text(
-        "".join(json.dumps({"prompt": prompt(a, b), "answer": a + b}) + "\n" for a, b in problems)
+        "".join(
+            json.dumps({"prompt": prompt(a, b), "answer": a + b}) + "\n"
+            for a, b in problems
+        )
     )

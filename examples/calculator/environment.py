@@ -18,9 +18,13 @@ class Calculator:
         if call is None:
             right = float(response == str(self.answer))
             return Observation(
-                reward=right, done=True, parts={"exact_match": right, "asked_rightly": self.asked}
+                reward=right,
+                done=True,
+                parts={"exact_match": right, "asked_rightly": self.asked},
             )
         a, b = call.groups()
         if f"{a}+{b}=" == self.prompt:
             self.asked = 1.0
-        return Observation(f"<{int(a) + int(b)}>", parts={"exact_match": 0.0, "asked_rightly": self.asked})
+        return Observation(
+            f"<{int(a) + int(b)}>", parts={"exact_match": 0.0, "asked_rightly": self.asked}
+        )

@@ -19,7 +19,10 @@ from examples.addition.warm_start import create_model, tokenizer, train
 from examples.calculator import data
 
 CACHE = Path(__file__).parent / "cache"
-ASKS_FIRST, ASKS = 0.6, 0.25  # share of examples: while it learns to copy the problem, and in the last steps
+ASKS_FIRST, ASKS = (
+    0.6,
+    0.25,
+)  # share of examples: while it learns to copy the problem, and in the last steps
 STEPS, LAST_STEPS = 300, 120
 BATCH = 64
 TEMPLATE = (
@@ -34,13 +37,22 @@ def episode(rng: random.Random, asks: float) -> list[tuple[str, bool]]:
     """
     a, b = data.problem(rng, held_out=False)
     if rng.random() < asks:
-        return [(data.prompt(a, b), False), (f"[{a}+{b}]", True), (f"<{a + b}>", False), (str(a + b), True)]
+        return [
+            (data.prompt(a, b), False),
+            (f"[{a}+{b}]", True),
+            (f"<{a + b}>", False),
+            (str(a + b), True),
+        ]
     return [(data.prompt(a, b), False), (str(rng.randint(200, 2 * data.LARGEST)), True)]
 
 
 def conversation(parts: list[tuple[str, bool]]) -> dict[str, list[dict[str, str]]]:
     """A record of `controller.sft`: the policy's turns are the assistant's."""
-    return {"messages": [{"role": "assistant" if own else "user", "content": text} for text, own in parts]}
+    return {
+        "messages": [
+            {"role": "assistant" if own else "user", "content": text} for text, own in parts
+        ]
+    }
 
 
 def records(seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
@@ -64,7 +76,10 @@ def main() -> int:
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
-    print(f"warm start: {STEPS} steps on given conversations (a few minutes, only once)", flush=True)
+    print(
+        f"warm start: {STEPS} steps on given conversations (a few minutes, only once)",
+        flush=True,
+    )
     disable_progress_bar()  # a small model needs no progress bar
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)

@@ -17,7 +17,10 @@ SYSTEM = "Reason step by step, then give the final number on a last line of the 
 def record(question: str, answer: str) -> dict:
     """One training record. `answer` is the number after `####`, without thousands separators."""
     number = answer.rpartition("####")[2].strip().replace(",", "")
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": question},
+    ]
     return {"prompt": messages, "answer": number}
 
 
@@ -39,7 +42,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--source", type=Path, help="a JSONL file with question and answer instead of the hub's"
+        "--source",
+        type=Path,
+        help="a JSONL file with question and answer instead of the hub's",
     )
     parser.add_argument("--split", default="train", choices=("train", "test"))
     parser.add_argument("--output", type=Path, required=True)

@@ -35,7 +35,12 @@ def result(a: int, sign: str, b: int) -> int:
 
 
 def thought(thinking: str, content: Any = "", **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "reasoning_content": thinking, "content": str(content), **more}
+    return {
+        "role": "assistant",
+        "reasoning_content": thinking,
+        "content": str(content),
+        **more,
+    }
 
 
 def called(a: int, sign: str, b: int) -> Messages:
@@ -62,5 +67,7 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
     """`count` problems as JSONL records with `prompt` and `answer`."""
     rng = random.Random(seed)
     problems = [problem(rng, held_out=held_out) for _ in range(count)]
-    records = ({"prompt": question(*each), "answer": str(result(*each))} for each in problems)
+    records = (
+        {"prompt": question(*each), "answer": str(result(*each))} for each in problems
+    )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -55,29 +55,45 @@ def tokenizer(conversation: Conversation = conversation) -> PreTrainedTokenizerF
     byte.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokens = Tokenizer(
+        models.BPE({letter: number for number, letter in enumerate(letters)}, [])
+    )
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END, pad_token="<|endoftext|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token=END, pad_token="<|endoftext|>"
+    )
     made.add_tokens([START], special_tokens=True)
     made.chat_template = Path(__file__).with_name("chat_template.jinja").read_text()
-    said = [conversation(random.Random(seed), calls) for seed in range(9) for calls in (0, 1)]
+    said = [
+        conversation(random.Random(seed), calls) for seed in range(9) for calls in (0, 1)
+    ]
     texts = [
-        str(made.apply_chat_template(each["messages"], tools=each["tools"], tokenize=False)) for each in said
+        str(made.apply_chat_template(each["messages"], tools=each["tools"], tokenize=False))
+        for each in said
     ]
     marks = sorted(
-        {mark for text in texts for mark in re.findall(r"</?(?:think|tool_call|tool_response)>", text)}
+        {
+            mark
+            for text in texts
+            for mark in re.findall(r"</?(?:think|tool_call|tool_response)>", text)
+        }
     )
     repeated = sorted(
         {
             part
             for text in texts
-            for part in re.split(rf"[\d\n+-]|{'|'.join(map(re.escape, [*marks, END, START]))}", text)
+            for part in re.split(
+                rf"[\d\n+-]|{'|'.join(map(re.escape, [*marks, END, START]))}", text
+            )
         }
     )
     numbers = map(str, range(data.SMALLEST, 2 * data.LARGEST + 1))
     made.add_tokens(
-        [AddedToken(each, normalized=False) for each in [*marks, *filter(None, repeated), *numbers]]
+        [
+            AddedToken(each, normalized=False)
+            for each in [*marks, *filter(None, repeated), *numbers]
+        ]
     )
     return made
 
@@ -103,16 +119,25 @@ def start(example: Path, conversation: Conversation, write: Callable[..., None])
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
-    print(f"warm start: {STEPS} steps on given conversations (some minutes, only once)", flush=True)
+    print(
+        f"warm start: {STEPS} steps on given conversations (some minutes, only once)",
+        flush=True,
+    )
     disable_progress_bar()  # a small model needs no progress bar
     cache.mkdir(exist_ok=True)
     write(cache / "train.jsonl", 4096, seed=1, held_out=False)
     write(cache / "validation.jsonl", 256, seed=2, held_out=True)
     write_records(cache / "conversations.jsonl", records(conversation, seed=0))
     create(cache / "random", conversation)
-    places = {"run.dir": cache, "model.path": cache / "random", "data.train": cache / "conversations.jsonl"}
+    places = {
+        "run.dir": cache,
+        "model.path": cache / "random",
+        "data.train": cache / "conversations.jsonl",
+    }
     return train(
-        Path(__file__).with_name("sft.yaml"), model, *(f"{key}={place}" for key, place in places.items())
+        Path(__file__).with_name("sft.yaml"),
+        model,
+        *(f"{key}={place}" for key, place in places.items()),
     )
 
 

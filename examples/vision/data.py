@@ -33,9 +33,12 @@ def picture(rng: random.Random) -> tuple[Image.Image, str]:
         dots += rng.choice(list(COLOURS))
         radius = rng.randint(5, 8)
         x, y = (
-            CELL * place + rng.randint(radius, CELL - 1 - radius) for place in (cell % width, cell // width)
+            CELL * place + rng.randint(radius, CELL - 1 - radius)
+            for place in (cell % width, cell // width)
         )
-        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[dots[-1]])
+        draw.ellipse(
+            (x - radius, y - radius, x + radius, y + radius), fill=COLOURS[dots[-1]]
+        )
     return image, dots
 
 
@@ -46,13 +49,17 @@ def solution(dots: str) -> str:
 
 def corrupted(dots: str, share: float, rng: random.Random) -> str:
     """Miss a share of the dots, and take as many for one of any colour."""
-    seen = "".join(rng.choice(list(COLOURS)) if rng.random() < share else dot for dot in dots)
+    seen = "".join(
+        rng.choice(list(COLOURS)) if rng.random() < share else dot for dot in dots
+    )
     return "".join(dot for dot in seen if rng.random() >= share)
 
 
 def question() -> list[dict[str, Any]]:
     """Return the question about a record's image."""
-    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
+    return [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+    ]
 
 
 def pictures(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
@@ -69,5 +76,9 @@ def write(path: Path, count: int, *, seed: int) -> None:
     """`count` pictures, and JSONL records with `prompt`, `images` and `solution`."""
     drawn = pictures(path.with_suffix(""), count, seed)
     write_records(
-        path, ({"prompt": question(), "images": [file], "solution": solution(dots)} for file, dots in drawn)
+        path,
+        (
+            {"prompt": question(), "images": [file], "solution": solution(dots)}
+            for file, dots in drawn
+        ),
     )

@@ -36,7 +36,8 @@ BATCH = 32
 WIDTH, VISION_WIDTH = 192, 96
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHAT_TEMPLATE = """\
-{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}{% else %}\
+{% for message in messages %}{{ message.role }}:\
+{% if message.content is string %}{{ message.content }}{% else %}\
 {% for part in message.content %}{% if part.type == "image" %}<|vision_start|><|image_pad|><|vision_end|>\
 {% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<eos>{% endfor %}\
 {% if add_generation_prompt %}assistant:{% endif %}"""
@@ -45,9 +46,13 @@ CHAT_TEMPLATE = """\
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a role, a word of the question, a character of the answer."""
     texts = ["user:", "assistant:", *data.QUESTION.split(), *data.CHARACTERS, " "]
-    vocabulary = {text: i for i, text in enumerate(["<pad>", "<eos>", "<unk>", *SPECIAL, *texts])}
+    vocabulary = {
+        text: i for i, text in enumerate(["<pad>", "<eos>", "<unk>", *SPECIAL, *texts])
+    }
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+[:.]?|Count|."), behavior="isolated")
+    tokens.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"[a-z]+[:.]?|Count|."), behavior="isolated"
+    )
     tokens.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokens,
@@ -81,7 +86,11 @@ def config(tokens: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
         "bos_token_id": None,
         "eos_token_id": tokens.eos_token_id,
         "pad_token_id": tokens.pad_token_id,
@@ -131,7 +140,9 @@ def main() -> int:
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
-    print(f"warm start: {STEPS} steps on given answers (some minutes, only once)", flush=True)
+    print(
+        f"warm start: {STEPS} steps on given answers (some minutes, only once)", flush=True
+    )
     disable_progress_bar()  # a small model needs no progress bar
     data.write(CACHE / "train.jsonl", 2048, seed=1)
     data.write(CACHE / "validation.jsonl", 256, seed=2)

@@ -16,7 +16,9 @@ COST_MODEL = CostModel(1000.0, 1.0, image_linear=500.0, image_quadratic=2.0, pat
 LENGTHS = ("lognormal", "reasoning", "agentic", "uniform", "grouped")
 
 
-def plan_time(lengths_name: str, cap: float, *, sequences: int = 96, ranks: int = 4, **options: Any) -> int:
+def plan_time(
+    lengths_name: str, cap: float, *, sequences: int = 96, ranks: int = 4, **options: Any
+) -> int:
     lengths = draw(lengths_name, sequences, 5)
     if options.pop("shares", False):
         prompts = np.repeat(draw("uniform", sequences // 8, 6) // 2, 8)
@@ -26,7 +28,8 @@ def plan_time(lengths_name: str, cap: float, *, sequences: int = 96, ranks: int 
     if options.pop("has_images", False):
         lengths = lengths + 1200
         options["images"] = [
-            [(2, 100)] * (row % 5 > 2) + [(200, 10 * row)] for row in range(1, sequences + 1)
+            [(2, 100)] * (row % 5 > 2) + [(200, 10 * row)]
+            for row in range(1, sequences + 1)
         ]
     longest = round_to_64(int(lengths.max()))
     return total_time(lengths, ranks=ranks, max_tokens=int(cap * longest), **options)

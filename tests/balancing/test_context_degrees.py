@@ -24,10 +24,14 @@ OF_7B = CostModel.from_model_config(SEVEN_BILLION)
 @st.composite
 def batches(draw):
     degrees = ContextDegrees(
-        draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0.0, 0.05, 0.7])), draw(st.booleans())
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([0.0, 0.05, 0.7])),
+        draw(st.booleans()),
     )
     cap = draw(st.integers(60, 400))
-    lengths = draw(st.lists(st.integers(1, cap * degrees.maximum // 8 * 8), min_size=1, max_size=40))
+    lengths = draw(
+        st.lists(st.integers(1, cap * degrees.maximum // 8 * 8), min_size=1, max_size=40)
+    )
     options = {
         "ranks": degrees.maximum * draw(st.integers(1, 3)),
         "max_tokens": cap // 8 * 8,
@@ -36,12 +40,17 @@ def batches(draw):
         "cost_model": draw(st.sampled_from([None, COSTS])),
         "length_multiple": draw(st.sampled_from([1, 1, 8])),
         "mini_batches": np.array_split(
-            draw(st.permutations(range(len(lengths)))), draw(st.integers(1, min(2, len(lengths))))
+            draw(st.permutations(range(len(lengths)))),
+            draw(st.integers(1, min(2, len(lengths)))),
         ),
     }
     if draw(st.booleans()):
-        groups = np.sort(draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths))))
-        shortest = np.array([np.min(np.array(lengths)[groups == group]) for group in groups])
+        groups = np.sort(
+            draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+        )
+        shortest = np.array(
+            [np.min(np.array(lengths)[groups == group]) for group in groups]
+        )
         options |= {"prefix_groups": groups, "prefix_lengths": shortest // 2}
     return np.minimum(lengths, options["max_tokens"] * degrees.maximum), options, degrees
 
@@ -56,13 +65,17 @@ def planned(lengths, options, degrees) -> Plan | None:
 
 @settings(max_examples=100, deadline=None)
 @given(batches())
-def test_every_sequence_is_computed_once_by_neighbours_under_the_cap_of_as_many_ranks(batch):
+def test_every_sequence_is_computed_once_by_neighbours_under_the_cap_of_as_many_ranks(
+    batch,
+):
     lengths, options, degrees = batch
     plan = planned(lengths, options, degrees)
     if plan is None:
         return
     parts = [plan.for_rank(rank) for rank in range(plan.ranks)]
-    for number, (rows, mini_batch) in enumerate(zip(options["mini_batches"], plan.mini_batches, strict=True)):
+    for number, (rows, mini_batch) in enumerate(
+        zip(options["mini_batches"], plan.mini_batches, strict=True)
+    ):
         seen = []
         assert mini_batch.steps >= options["min_count"]
         for position, step in enumerate(mini_batch.micro_steps):
@@ -93,11 +106,17 @@ def test_no_fixed_degree_is_faster_and_no_plan_beats_the_bound(batch):
     numbers, time = plan_statistics(plan), plan.predicted_makespans()
     assert numbers["over_bound"] >= -1e-9
     assert numbers["exchange_share"] >= -1e-9
-    assert np.concatenate(plan.predicted_times()).sum() == pytest.approx(numbers["predicted_time/total"])
+    assert np.concatenate(plan.predicted_times()).sum() == pytest.approx(
+        numbers["predicted_time/total"]
+    )
     assert (degree_of(plan.mini_batches) * plan.max_tokens >= plan.lengths).all()
     for degree in degrees.choices:
         costs = degrees.costs(options["cost_model"] or CostModel.tokens(), degree)
-        fixed = {"ranks": plan.ranks // degree, "max_tokens": plan.max_tokens * degree, "cost_model": costs}
+        fixed = {
+            "ranks": plan.ranks // degree,
+            "max_tokens": plan.max_tokens * degree,
+            "cost_model": costs,
+        }
         try:
             other = plan_batch(lengths, **options | fixed).predicted_makespans()
         except (CountError, OverCapError):
@@ -108,13 +127,17 @@ def test_no_fixed_degree_is_faster_and_no_plan_beats_the_bound(batch):
 @pytest.mark.parametrize(("maximum", "most"), [(4, 0.12), (16, 0.01)])
 def test_one_sequence_above_the_share_of_a_rank_is_shared(maximum, most):
     """1,024 chat responses on 16 ranks, and one of 80,000 tokens."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 1024), 16, 8192).astype(int)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(np.log(600), 1, 1024), 16, 8192
+    ).astype(int)
     lengths[0] = 80_000
     options = {"ranks": 16, "max_tokens": 90_000, "cost_model": OF_7B}
     ideal = OF_7B.workload(lengths).sum() / 16
     alone = plan_batch(lengths, **options).predicted_makespans()[0] / ideal - 1
     plan = plan_batch(
-        lengths, **options, context_degrees=ContextDegrees(maximum, exchange_share(SEVEN_BILLION))
+        lengths,
+        **options,
+        context_degrees=ContextDegrees(maximum, exchange_share(SEVEN_BILLION)),
     )
     assert alone > 1.0
     assert plan.predicted_makespans()[0] / ideal - 1 < most
@@ -141,10 +164,18 @@ def test_a_frozen_towers_images_cost_every_rank_the_same():
 def test_exchange_of_7b_by_hand():
     heads = 2 * (28 + 4) * 128  # queries and outputs, keys and values
     linear = 3 * 2 * (28 * (2 * 3584 * 128 * 32 + 3 * 3584 * 18944) + 3584 * 152064)
-    assert exchange_share(SEVEN_BILLION) == pytest.approx(2 * 2 * heads * 28 * 1100 / linear)
-    assert exchange_share(SEVEN_BILLION, ring=True) == pytest.approx(exchange_share(SEVEN_BILLION) / 8)
-    assert ContextDegrees(4, 0.5).costs(COSTS, 4) == CostModel(1000 * (1 / 4 + 0.5 * 3 / 16), 1 / 4)
-    assert ContextDegrees(4, 0.5, ring=True).costs(COSTS, 4) == CostModel(1000 * (1 / 4 + 0.5 * 3 / 4), 1 / 4)
+    assert exchange_share(SEVEN_BILLION) == pytest.approx(
+        2 * 2 * heads * 28 * 1100 / linear
+    )
+    assert exchange_share(SEVEN_BILLION, ring=True) == pytest.approx(
+        exchange_share(SEVEN_BILLION) / 8
+    )
+    assert ContextDegrees(4, 0.5).costs(COSTS, 4) == CostModel(
+        1000 * (1 / 4 + 0.5 * 3 / 16), 1 / 4
+    )
+    assert ContextDegrees(4, 0.5, ring=True).costs(COSTS, 4) == CostModel(
+        1000 * (1 / 4 + 0.5 * 3 / 4), 1 / 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,8 +189,14 @@ def test_exchange_of_7b_by_hand():
 )
 def test_options_that_do_not_go_together_are_refused(options, said):
     with pytest.raises(OptionError, match=said):
-        plan_batch([9] * 8, **{"ranks": 8, "max_tokens": 10} | options, context_degrees=ContextDegrees(4))
-    with pytest.raises(OptionError, match="maximum=3 of ContextDegrees must be a power of two"):
+        plan_batch(
+            [9] * 8,
+            **{"ranks": 8, "max_tokens": 10} | options,
+            context_degrees=ContextDegrees(4),
+        )
+    with pytest.raises(
+        OptionError, match="maximum=3 of ContextDegrees must be a power of two"
+    ):
         ContextDegrees(3)
     with pytest.raises(OverCapError):
         plan_batch([41], ranks=8, max_tokens=10, context_degrees=ContextDegrees(4))
@@ -168,7 +205,11 @@ def test_options_that_do_not_go_together_are_refused(options, said):
 def test_records_explanations_and_the_command_know_degrees(tmp_path, capsys):
     lengths = [*[40] * 40, 700]
     plan = plan_batch(
-        lengths, ranks=4, max_tokens=400, cost_model=COSTS, context_degrees=ContextDegrees(2, 0.1)
+        lengths,
+        ranks=4,
+        max_tokens=400,
+        cost_model=COSTS,
+        context_degrees=ContextDegrees(2, 0.1),
     )
     record = json.loads(json.dumps({"step": 1, "lengths": lengths, **plan_record(plan)}))
     again = plan_batch(lengths, **recorded_arguments(record))
@@ -183,7 +224,16 @@ def test_records_explanations_and_the_command_know_degrees(tmp_path, capsys):
     )
     assert replan(plan, {"context_degrees": ContextDegrees(4)}).settings.most_shared == 4
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    said = ["--ranks", "4", "--max-tokens", "400", "--context-parallel", "2", "--mini-batches", "1"]
+    said = [
+        "--ranks",
+        "4",
+        "--max-tokens",
+        "400",
+        "--context-parallel",
+        "2",
+        "--mini-batches",
+        "1",
+    ]
     assert main([str(tmp_path / "lengths.json"), *said]) == 0
     shown = capsys.readouterr().out
     assert "degree 2" in shown  # the only fixed degree with room

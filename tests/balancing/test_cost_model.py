@@ -42,7 +42,9 @@ def test_grouped_query_model_counted_by_hand():
 
 def test_training_costs_three_forwards():
     forward = CostModel.from_model_config(DENSE, training=False)
-    assert CostModel.from_model_config(DENSE) == CostModel(3 * forward.linear, 3 * forward.quadratic)
+    assert CostModel.from_model_config(DENSE) == CostModel(
+        3 * forward.linear, 3 * forward.quadratic
+    )
 
 
 def test_object_and_nested_config_equal_the_mapping():
@@ -52,7 +54,12 @@ def test_object_and_nested_config_equal_the_mapping():
 
 
 def test_only_active_experts_count():
-    sparse = {**DENSE, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    sparse = {
+        **DENSE,
+        "num_experts": 64,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4,
+    }
     dense, mixed = (CostModel.from_model_config(c, training=False) for c in (DENSE, sparse))
     difference = 2 * (3 * 8 * 16 - (3 * 8 * 4 * 2 + 8 * 64))
     assert dense.linear - mixed.linear == 2.0 * difference
@@ -60,7 +67,13 @@ def test_only_active_experts_count():
 
 
 def test_latent_attention_counts_its_own_widths():
-    latent = {**DENSE, "kv_lora_rank": 3, "qk_rope_head_dim": 1, "qk_nope_head_dim": 2, "v_head_dim": 5}
+    latent = {
+        **DENSE,
+        "kv_lora_rank": 3,
+        "qk_rope_head_dim": 1,
+        "qk_nope_head_dim": 2,
+        "v_head_dim": 5,
+    }
     model = CostModel.from_model_config(latent, training=False)
     attention = 8 * 12 + 8 * (3 + 1) + 3 * 4 * (2 + 5) + 4 * 5 * 8
     assert model == CostModel(2.0 * (2 * (attention + 3 * 128) + 80), 2.0 * (12 + 20))
@@ -134,7 +147,8 @@ def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billio
 )
 def test_layers_that_a_config_leaves_dense_are_counted_dense(change, sparse_layers):
     all_sparse, some = (
-        CostModel.from_model_config(c, training=False) for c in (QWEN3_30B, {**QWEN3_30B, **change})
+        CostModel.from_model_config(c, training=False)
+        for c in (QWEN3_30B, {**QWEN3_30B, **change})
     )
     dense_instead = 3 * 2048 * 6144 - (3 * 2048 * 768 * 8 + 2048 * 128)
     assert some.linear - all_sparse.linear == 2.0 * (48 - sparse_layers) * dense_instead
@@ -147,7 +161,9 @@ def test_a_unit_is_kept_and_checked():
         CostModel(1.0, 1.0, "hour")
 
 
-@pytest.mark.parametrize("coefficients", [(-1, 1), (1, float("nan")), (0, 0), (float("inf"), 1)])
+@pytest.mark.parametrize(
+    "coefficients", [(-1, 1), (1, float("nan")), (0, 0), (float("inf"), 1)]
+)
 def test_bad_coefficients_are_refused(coefficients):
     with pytest.raises(CostModelError, match="CostModel"):
         CostModel(*coefficients)
@@ -174,19 +190,34 @@ GPT_2 = {
 def test_the_names_of_gpt_2s_file_are_read() -> None:
     """Two FLOPs for each of its matrices' weights, positions apart."""
     cost = CostModel.from_model_config(GPT_2, training=False)
-    assert (cost.linear, cost.quadratic) == (2 * (12 * 12 * 768**2 + 768 * 50257), 2 * 12 * 768)
+    assert (cost.linear, cost.quadratic) == (
+        2 * (12 * 12 * 768**2 + 768 * 50257),
+        2 * 12 * 768,
+    )
 
 
 def test_active_experts_are_read_under_kimis_name() -> None:
-    names = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+    names = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
     names |= {"num_experts": 8, "moe_intermediate_size": 32}
-    kimi, others = (names | {name: 3} for name in ("num_experts_per_token", "num_experts_per_tok"))
+    kimi, others = (
+        names | {name: 3} for name in ("num_experts_per_token", "num_experts_per_tok")
+    )
     assert CostModel.from_model_config(kimi) == CostModel.from_model_config(others)
 
 
 def test_a_window_s_attention_grows_linearly_beyond_it() -> None:
-    mixed = DENSE | {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
-    full, windowed = (CostModel.from_model_config(config, training=False) for config in (DENSE, mixed))
+    mixed = DENSE | {
+        "sliding_window": 100,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    full, windowed = (
+        CostModel.from_model_config(config, training=False) for config in (DENSE, mixed)
+    )
     assert windowed.windows == (Window(100, 0.5),)
     assert (windowed.linear, windowed.quadratic) == (full.linear, full.quadratic)
     lengths = np.array([50, 100, 1000])

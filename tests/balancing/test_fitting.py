@@ -11,7 +11,9 @@ TRUE = CostModel(2e-6, 3e-11, "second")
 OVERHEAD = 0.004
 
 
-def measured(noise: float = 0.0, count: int = 40, model: CostModel = TRUE, overhead: float = OVERHEAD):
+def measured(
+    noise: float = 0.0, count: int = 40, model: CostModel = TRUE, overhead: float = OVERHEAD
+):
     """Micro-batches of mixed lengths, and their seconds with multiplicative noise."""
     rng = np.random.default_rng(0)
     lengths = draw("reasoning", 4096, 0)
@@ -35,7 +37,10 @@ def test_the_reported_error_is_the_noise_of_the_times():
     fit = CostModel.fit(micro_batches, seconds)
     assert fit.relative_error == pytest.approx(0.02, rel=0.15)
     assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.05)
-    predicted = [fit.overhead_seconds + fit.model.workload(lengths).sum() for lengths in micro_batches]
+    predicted = [
+        fit.overhead_seconds + fit.model.workload(lengths).sum()
+        for lengths in micro_batches
+    ]
     by_hand = predicted / seconds - 1.0
     assert fit.relative_error == pytest.approx(np.sqrt(np.mean(by_hand**2)))
 
@@ -55,13 +60,17 @@ def test_the_best_non_negative_fit_is_found():
     fit = CostModel.fit(micro_batches, seconds)
     found = np.array([fit.overhead_seconds, fit.model.linear, fit.model.quadratic])
     scale = np.array([OVERHEAD, TRUE.linear, TRUE.quadratic])
-    terms = np.array([(1.0, np.sum(batch), np.sum(np.square(batch))) for batch in micro_batches])
+    terms = np.array(
+        [(1.0, np.sum(batch), np.sum(np.square(batch))) for batch in micro_batches]
+    )
 
     def error(coefficients):
         return np.sqrt(np.mean((terms @ coefficients / seconds - 1.0) ** 2))
 
     assert error(found) == pytest.approx(fit.relative_error)
-    for step in np.stack(np.meshgrid(*[[-0.05, -0.001, 0.0, 0.001, 0.05]] * 3), -1).reshape(-1, 3):
+    for step in np.stack(np.meshgrid(*[[-0.05, -0.001, 0.0, 0.001, 0.05]] * 3), -1).reshape(
+        -1, 3
+    ):
         assert error(np.maximum(found + step * scale, 0.0)) >= fit.relative_error - 1e-12
 
 
@@ -84,9 +93,24 @@ def test_a_fitted_model_plans_like_the_one_it_was_measured_on():
             "short sequences and of long",
         ),
         ([[5], [60], [700], [8000]], [1, 0, 2, 3], CostModelError, r"seconds\[1\] is 0"),
-        ([[5], [60], [700], [8000]], [1, np.nan, 2, 3], WeightError, r"seconds\[1\] is nan"),
-        ([[5], [60, 0], [700], [8000]], [1, 1, 2, 3], LengthError, r"micro_batches\[1\]\[1\] is 0"),
-        ([[10], [100] * 9, [1000], [10] * 7], [1.0, 1.0, 1.0, 1.0], CostModelError, "do not grow"),
+        (
+            [[5], [60], [700], [8000]],
+            [1, np.nan, 2, 3],
+            WeightError,
+            r"seconds\[1\] is nan",
+        ),
+        (
+            [[5], [60, 0], [700], [8000]],
+            [1, 1, 2, 3],
+            LengthError,
+            r"micro_batches\[1\]\[1\] is 0",
+        ),
+        (
+            [[10], [100] * 9, [1000], [10] * 7],
+            [1.0, 1.0, 1.0, 1.0],
+            CostModelError,
+            "do not grow",
+        ),
     ],
 )
 def test_measurements_that_tell_nothing_are_refused(micro_batches, seconds, error, words):
@@ -97,8 +121,11 @@ def test_measurements_that_tell_nothing_are_refused(micro_batches, seconds, erro
 def test_sums_say_as_much_as_the_lengths():
     micro_batches, seconds = measured(noise=0.02)
     tokens, squared = (
-        [np.sum(np.power(batch, p, dtype=np.int64)) for batch in micro_batches] for p in (1, 2)
+        [np.sum(np.power(batch, p, dtype=np.int64)) for batch in micro_batches]
+        for p in (1, 2)
     )
-    assert CostModel.fit_sums(tokens, squared, seconds) == CostModel.fit(micro_batches, seconds)
+    assert CostModel.fit_sums(tokens, squared, seconds) == CostModel.fit(
+        micro_batches, seconds
+    )
     with pytest.raises(CostModelError, match="differ in length"):
         CostModel.fit_sums(tokens[:-1], squared, seconds)

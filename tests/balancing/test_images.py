@@ -61,8 +61,12 @@ def drawn(seed: int, groups: int, of_a_group: int) -> Drawn:
 
 
 def test_an_image_costs_what_its_tokens_cost_and_what_the_tower_computes() -> None:
-    plan = plan_batch([10, 10], ranks=1, max_tokens=20, cost_model=COST, images=[[(2, 5)], []])
-    assert plan.workloads.tolist() == pytest.approx([10 + 0.1 + 5 * 2 + 25 * 1e-2, 10 + 0.1])
+    plan = plan_batch(
+        [10, 10], ranks=1, max_tokens=20, cost_model=COST, images=[[(2, 5)], []]
+    )
+    assert plan.workloads.tolist() == pytest.approx(
+        [10 + 0.1 + 5 * 2 + 25 * 1e-2, 10 + 0.1]
+    )
     assert plan.computed_patches.tolist() == [20, 0]
 
 
@@ -74,7 +78,13 @@ def test_a_frozen_tower_is_counted_forward_only() -> None:
         "intermediate_size": 8,
         "vocab_size": 9,
     }
-    tower = {"hidden_size": 4, "intermediate_size": 8, "depth": 2, "patch_size": 2, "spatial_merge_size": 2}
+    tower = {
+        "hidden_size": 4,
+        "intermediate_size": 8,
+        "depth": 2,
+        "patch_size": 2,
+        "spatial_merge_size": 2,
+    }
     config = {"text_config": text, "vision_config": tower}
     forward = CostModel.from_model_config(config, training=False)
     # a layer: 4 * 4x4 and 2 * 4x8; patches of 2x2 pixels of 3 colours; the projector takes 4 patches of 4 to
@@ -82,28 +92,46 @@ def test_a_frozen_tower_is_counted_forward_only() -> None:
     weights = 2 * (4 * 16 + 2 * 32) + 12 * 4
     assert forward.image_linear == 4 * 2 * weights + 2 * 8 * (4 * 4 + 8)
     assert (forward.image_quadratic, forward.patches) == (2 * 4 * 4 * 4**2, 4)
-    frozen, trained = (CostModel.from_model_config(config, train_vision=trains) for trains in (False, True))
+    frozen, trained = (
+        CostModel.from_model_config(config, train_vision=trains) for trains in (False, True)
+    )
     assert frozen.coefficients == pytest.approx(
         (3 * forward.linear, 3 * forward.quadratic, *forward.coefficients[2:])
     )
-    assert trained.coefficients == pytest.approx([3 * each for each in forward.coefficients])
+    assert trained.coefficients == pytest.approx(
+        [3 * each for each in forward.coefficients]
+    )
     assert image_flops(text) == (0, 0, 1)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 6), st.integers(1, 3), st.booleans())
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_work_of_shared_images_is_counted_once_and_above_the_lower_bound(
     seed: int, groups: int, of_a_group: int, ranks: int, shared: bool
 ) -> None:
     batch = drawn(seed, groups, of_a_group)
-    how: dict[str, Any] = {"ranks": ranks, "max_tokens": int(2 * batch.lengths.max()), "cost_model": COST}
-    plan = plan_batch(batch.lengths, images=batch.images, **(batch.prefixes if shared else {}), **how)
+    how: dict[str, Any] = {
+        "ranks": ranks,
+        "max_tokens": int(2 * batch.lengths.max()),
+        "cost_model": COST,
+    }
+    plan = plan_batch(
+        batch.lengths, images=batch.images, **(batch.prefixes if shared else {}), **how
+    )
     work = 0.0
     for step in plan.mini_batches[0].micro_steps:
         for rows in step.ranks:
             alone = sum(COST.workload([length]).item() for length in batch.lengths[rows])
             again = [
-                row for at, row in enumerate(rows) if shared and batch.groups[row] in batch.groups[rows[:at]]
+                row
+                for at, row in enumerate(rows)
+                if shared and batch.groups[row] in batch.groups[rows[:at]]
             ]
             alone -= sum(COST.workload([batch.prompts[row]]).item() for row in again)
             images = [tokens for row in rows for _, tokens in batch.images[row]]
@@ -151,13 +179,21 @@ def test_no_micro_batch_exceeds_the_cap_on_patches_or_any_other(
     pipeline: Pipeline | None,
 ) -> None:
     batch = drawn(seed, groups, of_a_group)
-    cap = int(patches * max([4 * sum(tokens for _, tokens in images) for images in batch.images])) or 1
+    cap = (
+        int(
+            patches
+            * max([4 * sum(tokens for _, tokens in images) for images in batch.images])
+        )
+        or 1
+    )
     prefixes = batch.prefixes if shared else {}
     try:
         plan = plan_batch(
             batch.lengths,
             ranks=ranks,
-            mini_batches=np.array_split(np.arange(len(batch.lengths)), min(2, len(batch.lengths))),
+            mini_batches=np.array_split(
+                np.arange(len(batch.lengths)), min(2, len(batch.lengths))
+            ),
             max_tokens=int(tokens * batch.lengths.max()),
             max_sequences=3,
             cost_model=COST,
@@ -184,12 +220,18 @@ def test_the_cap_costs_micro_steps_only_where_it_binds() -> None:
         "images": batch.images,
         **batch.prefixes,
     }
-    free, wide, tight = (plan_batch(batch.lengths, **how, max_patches=cap) for cap in (None, 10**6, 240))
+    free, wide, tight = (
+        plan_batch(batch.lengths, **how, max_patches=cap) for cap in (None, 10**6, 240)
+    )
     assert [part.rows.tolist() for part in free.mini_batches] == [
         part.rows.tolist() for part in wide.mini_batches
     ]
     check(tight, batch, 240, shared=True)
-    assert plan_statistics(free)["most_patches"] > 240 >= plan_statistics(tight)["most_patches"]
+    assert (
+        plan_statistics(free)["most_patches"]
+        > 240
+        >= plan_statistics(tight)["most_patches"]
+    )
     assert tight.mini_batches[0].steps <= 2 * -(
         -sum(4 * i[0][1] for i in batch.images[::8] if i) // (2 * 240)
     )
@@ -200,7 +242,9 @@ def test_the_cap_costs_micro_steps_only_where_it_binds() -> None:
 
 def test_what_cannot_be_planned_is_refused() -> None:
     how: dict[str, Any] = {"ranks": 1, "max_tokens": 20, "cost_model": COST}
-    with pytest.raises(OverCapError, match=r"images\[1\] has 20 patches, above max_patches=19\. "):
+    with pytest.raises(
+        OverCapError, match=r"images\[1\] has 20 patches, above max_patches=19\. "
+    ):
         plan_batch([10, 10], **how, images=[[], [(2, 5)]], max_patches=19)
     with pytest.raises(LengthError, match="images holds 1 entries for 2 lengths"):
         plan_batch([10, 10], **how, images=[[(2, 5)]])
@@ -210,18 +254,33 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 def test_statistics_and_explanations_count_images_and_a_record_repeats_the_plan() -> None:
     batch = drawn(2, 6, 4)
-    how: dict[str, Any] = {"ranks": 3, "max_tokens": 1000, "cost_model": COST, "max_patches": 240}
+    how: dict[str, Any] = {
+        "ranks": 3,
+        "max_tokens": 1000,
+        "cost_model": COST,
+        "max_patches": 240,
+    }
     plan = plan_batch(batch.lengths, images=batch.images, **batch.prefixes, **how)
     text = plan_batch(batch.lengths, **batch.prefixes, **how | {"max_patches": None})
     work = plan.workloads.sum() - text.workloads.sum()
     alone = plan_batch(batch.lengths, images=batch.images, **how)
-    assert plan_statistics(alone)["image_share"] == pytest.approx(work / plan.workloads.sum())
+    assert plan_statistics(alone)["image_share"] == pytest.approx(
+        work / plan.workloads.sum()
+    )
     assert plan_statistics(plan)["image_share"] < plan_statistics(alone)["image_share"]
     assert "image_share" not in plan_statistics(text)
-    record = json.loads(json.dumps({"step": 1, "lengths": batch.lengths.tolist()} | plan_record(plan)))
+    record = json.loads(
+        json.dumps({"step": 1, "lengths": batch.lengths.tolist()} | plan_record(plan))
+    )
     again = plan_batch(batch.lengths, **recorded_arguments(record), **batch.prefixes)
-    assert json.loads(json.dumps(plan_record(again))) == json.loads(json.dumps(plan_record(plan)))
-    long = plan_batch([900, 9, 9, 9], images=[[(0, 800)], [], [], []], **how | {"max_patches": None})
+    assert json.loads(json.dumps(plan_record(again))) == json.loads(
+        json.dumps(plan_record(plan))
+    )
+    long = plan_batch(
+        [900, 9, 9, 9], images=[[(0, 800)], [], [], []], **how | {"max_patches": None}
+    )
     assert "sequence 0 of 900 tokens and 3,200 image patches is" in explain(long)
-    crowded = plan_batch([50] * 3, images=[[(0, 40)]] * 3, **how | {"ranks": 2, "max_patches": 160})
+    crowded = plan_batch(
+        [50] * 3, images=[[(0, 40)]] * 3, **how | {"ranks": 2, "max_patches": 160}
+    )
     assert findings(crowded)[0].waiting > 0

@@ -14,7 +14,16 @@ from balancing.analysis.comparison import GIVEN, ON_PIPELINES, OURS, SHARED, STR
 from balancing.analysis.lengths_file import plan_record, recorded_arguments, run_step
 
 REPOSITORY = Path(__file__).parents[2]
-SMALL = ["--distribution", "lognormal", "--count", "64", "--ranks", "4", "--mini-batches", "2"]
+SMALL = [
+    "--distribution",
+    "lognormal",
+    "--count",
+    "64",
+    "--ranks",
+    "4",
+    "--mini-batches",
+    "2",
+]
 
 
 def words(text: str) -> str:
@@ -45,7 +54,12 @@ def test_one_command_prints_the_strategies_and_the_explanation_and_draws(
     assert main([*SMALL, *options, "--png", str(picture), *chosen]) == 0
     printed = capsys.readouterr().out
     assert set(rows(printed)) == set(strategies)
-    for part in ("64 sequences", "Why:", "What would help", *(["stages: 4"] if options else [])):
+    for part in (
+        "64 sequences",
+        "Why:",
+        "What would help",
+        *(["stages: 4"] if options else []),
+    ):
         assert part in printed
     assert ("On a pipeline of 4 stages" in words(printed)) == bool(options)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -61,13 +75,31 @@ def test_the_same_seed_gives_the_same_figures(capsys):
 
 
 def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(10, 74)))
-    config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"n": n}) + "\n" for n in range(10, 74))
+    )
+    config = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
-    arguments = [str(tmp_path / "a.jsonl"), "--column", "n", "--model", str(tmp_path), "--max-tokens", "200"]
+    arguments = [
+        str(tmp_path / "a.jsonl"),
+        "--column",
+        "n",
+        "--model",
+        str(tmp_path),
+        "--max-tokens",
+        "200",
+    ]
     assert main(arguments) == 0
     printed = words(capsys.readouterr().out)
-    assert "64 sequences, 2,656 tokens (longest 73), ranks: 8, mini-batches: 4, max_tokens=200" in printed
+    assert (
+        "64 sequences, 2,656 tokens (longest 73), ranks: 8, mini-batches: 4, max_tokens=200"
+        in printed
+    )
     (tmp_path / "config.json").write_text("[1]")
     assert main(arguments) == 2
     assert "is not a model config" in capsys.readouterr().err
@@ -90,7 +122,10 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         (["none.jsonl", "--group-column", "uid"], "none.jsonl"),
         ([*SMALL, "--pipeline", "0"], "--pipeline: 0"),
         ([*SMALL, "--virtual-stages", "2"], "--pipeline"),
-        ([*SMALL, "--pipeline", "1", "--virtual-stages", "2"], "virtual_stages=2 with stages=1"),
+        (
+            [*SMALL, "--pipeline", "1", "--virtual-stages", "2"],
+            "virtual_stages=2 with stages=1",
+        ),
         ([*SMALL, "--pipeline", "2", "--before", "verl"], "--before verl"),
         ([*SMALL, "--before", "small ends"], "--before small ends"),
         ([*SMALL, "--pipeline", "64", "--virtual-stages", "2"], "64 micro-batches"),
@@ -117,11 +152,19 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, named, capsys):
 @pytest.mark.parametrize("of_a_run", [False, True])
 def test_prompts_that_groups_share_are_planned_once(tmp_path, capsys, of_a_run):
     """From two columns of a file, or from the record of a run."""
-    found = [{"length": 300 + 7 * i, "uid": f"prompt {i // 8}", "prompt": 200} for i in range(64)]
+    found = [
+        {"length": 300 + 7 * i, "uid": f"prompt {i // 8}", "prompt": 200} for i in range(64)
+    ]
     file = tmp_path / "lengths.jsonl"
     if of_a_run:
-        record = {"step": 1, "lengths": [row["length"] for row in found], "prefix_lengths": [200] * 64}
-        file.write_text(json.dumps(record | {"prefix_groups": [i // 8 for i in range(64)]}) + "\n")
+        record = {
+            "step": 1,
+            "lengths": [row["length"] for row in found],
+            "prefix_lengths": [200] * 64,
+        }
+        file.write_text(
+            json.dumps(record | {"prefix_groups": [i // 8 for i in range(64)]}) + "\n"
+        )
         arguments = [str(tmp_path)]
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in found))
@@ -136,13 +179,20 @@ def test_a_run_is_explained_by_the_arguments_that_it_planned_with(tmp_path, caps
     lengths = [100 + 13 * (i % 9) for i in range(24)]
     members = [range(16), range(16, 24)]  # of unequal size, which no draw gives
     plan = plan_batch(
-        lengths, ranks=2, mini_batches=members, max_tokens=1024, max_sequences=4, cost_model=CostModel(3, 0.5)
+        lengths,
+        ranks=2,
+        mini_batches=members,
+        max_tokens=1024,
+        max_sequences=4,
+        cost_model=CostModel(3, 0.5),
     )
     record = {"step": 1, "lengths": lengths} | plan_record(plan)
     (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
     arguments = recorded_arguments(run_step(tmp_path))
     assert arguments["cost_model"] == CostModel(3, 0.5)
-    assert [part.tolist() for part in arguments["mini_batches"]] == [list(rows) for rows in members]
+    assert [part.tolist() for part in arguments["mini_batches"]] == [
+        list(rows) for rows in members
+    ]
     again = plan_batch(lengths, **arguments)
     assert plan_record(again) == plan_record(plan)
     assert main([str(tmp_path)]) == 0
@@ -153,17 +203,27 @@ def test_a_run_is_explained_by_the_arguments_that_it_planned_with(tmp_path, caps
 
 
 def test_options_come_before_what_a_run_planned_with(tmp_path, capsys):
-    plan = plan_batch([300] * 16, ranks=2, max_tokens=1024, pipeline=Pipeline(2, stage_shares=(0.5, 0.5)))
+    plan = plan_batch(
+        [300] * 16, ranks=2, max_tokens=1024, pipeline=Pipeline(2, stage_shares=(0.5, 0.5))
+    )
     record = {"step": 1, "lengths": [300] * 16} | plan_record(plan)
     (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
     assert main([str(tmp_path), "--ranks", "4", "--mini-batches", "2"]) == 0
-    assert "ranks: 4, mini-batches: 2, max_tokens=1,024, stages: 2" in words(capsys.readouterr().out)
+    assert "ranks: 4, mini-batches: 2, max_tokens=1,024, stages: 2" in words(
+        capsys.readouterr().out
+    )
     assert main([str(tmp_path), "--pipeline", "4"]) == 0
-    assert "ranks: 2, mini-batches: 1, max_tokens=1,024, stages: 4" in words(capsys.readouterr().out)
+    assert "ranks: 2, mini-batches: 1, max_tokens=1,024, stages: 4" in words(
+        capsys.readouterr().out
+    )
 
 
-def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_said(tmp_path, capsys):
-    (tmp_path / "lengths.jsonl").write_text(json.dumps({"step": 1, "lengths": [300] * 32}) + "\n")
+def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_said(
+    tmp_path, capsys
+):
+    (tmp_path / "lengths.jsonl").write_text(
+        json.dumps({"step": 1, "lengths": [300] * 32}) + "\n"
+    )
     assert main([str(tmp_path)]) == 0
     printed = words(capsys.readouterr().out)
     assert "whose plan was not recorded: defaults are assumed" in printed
@@ -171,7 +231,8 @@ def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_sai
 
 
 @pytest.mark.parametrize(
-    "damage", [{"plan": 3}, {"plan": {"cost_model": {}}}, {"mini_batch": ["a"]}, {"plan": None}]
+    "damage",
+    [{"plan": 3}, {"plan": {"cost_model": {}}}, {"mini_batch": ["a"]}, {"plan": None}],
 )
 def test_a_damaged_plan_of_a_run_is_refused(tmp_path, capsys, damage):
     record = {"step": 1, "lengths": [300] * 16} | plan_record(

@@ -21,7 +21,9 @@ from tests.benchmarks.families.shrinking import tiny_config
 from workers.model.memory.weight_counts import count_weights
 from workers.model.rules.layer_sizes import head_sizes, kv_bytes
 
-FAMILIES = sorted(COUNTED_FAMILIES & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
+FAMILIES = sorted(
+    COUNTED_FAMILIES & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())
+)
 OTHERS = (
     "doge",
     "gemma3n_text",
@@ -33,13 +35,27 @@ OTHERS = (
 )
 OTHERS += ("recurrent_gemma", "rwkv", "whisper", "xlnet", "zaya")
 """Families without a formula here, whose weights are counted on modules without storage."""
-GEMMA_4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+GEMMA_4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 WITHOUT_COUNT = {"blt", "gemma4_assistant", "gemma4_unified_assistant", "rwkv", "zamba"}
 """Families whose sizes are in several parts, or have other names. The formula's message names a field."""
 
 
-ELEMENTWISE = ("conv.weight", "conv1d.weight", "conv_1d.weight", "A_log", "e_score_correction_bias")
+ELEMENTWISE = (
+    "conv.weight",
+    "conv1d.weight",
+    "conv_1d.weight",
+    "A_log",
+    "e_score_correction_bias",
+)
 
 
 def matrix_weights(config: PreTrainedConfig) -> float:
@@ -105,7 +121,9 @@ def test_weights_of_published_models_are_those_of_their_modules(name: str) -> No
     assert [layer.weights for layer in layers] == pytest.approx(
         [weights for weights, _ in counted], rel=0.001
     )
-    assert [layer.expert for layer in layers] == pytest.approx([expert for _, expert in counted])
+    assert [layer.expert for layer in layers] == pytest.approx(
+        [expert for _, expert in counted]
+    )
 
 
 def test_attention_of_qwen3_next_equals_the_rest_at_73_000_tokens() -> None:
@@ -129,7 +147,9 @@ def test_gemma_4_layer_by_layer(options: dict[str, Any]) -> None:
         for name, value in tiny_config("gemma4_text").to_dict().items()
         if name != "per_layer_config"
     }
-    config = CONFIG_MAPPING["gemma4_text"](**plain | GEMMA_4 | {"global_head_dim": 64} | options)
+    config = CONFIG_MAPPING["gemma4_text"](
+        **plain | GEMMA_4 | {"global_head_dim": 64} | options
+    )
     counted = forward_flops(config)
     assert counted[0] / 2 == pytest.approx(matrix_weights(config), rel=0.005)
     assert counted[1] == 2 * 4 * (32 + 64) * 2  # heads of 32 and of 64, on two layers each
@@ -153,7 +173,9 @@ def test_a_layer_of_nemotron_h_is_a_state_attention_or_feed_forward(pattern: str
     assert products == pattern.count("M") * 2 * 4 * 64 * 8
     assert counted[0] / 2 == counted_weights(raw) + products
     assert counted[1] == pattern.count("*") * 2 * 4 * 32
-    assert [layer.squared > 0 for layer in count_layers(Fields(raw))] == [letter == "*" for letter in pattern]
+    assert [layer.squared > 0 for layer in count_layers(Fields(raw))] == [
+        letter == "*" for letter in pattern
+    ]
     assert ModelShape.from_model_config(raw).kv == pattern.count("*") * 2 * 2 * 32
 
 
@@ -161,20 +183,34 @@ def test_names_are_those_of_transformers_classes() -> None:
     """Each field is read as transformers' `attribute_map` gives it, in every family of causal language
     models.
     """
-    read = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts", "num_experts_per_tok")
+    read = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+    )
     read += ("head_dim", "intermediate_size", "moe_intermediate_size", "n_shared_experts")
     differing = {}
-    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())):
+    for family in sorted(
+        set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())
+    ):
         for name, other in (CONFIG_MAPPING[family].attribute_map or {}).items():
-            of_decoder = other.replace("encoder_", "decoder_")  # a causal model has only the decoder
+            of_decoder = other.replace(
+                "encoder_", "decoder_"
+            )  # a causal model has only the decoder
             if name in read and Fields({of_decoder: 7}).get(name) != 7:
                 differing[family, name] = other
-    assert differing == {("glm4_moe_lite", "head_dim"): "qk_rope_head_dim"}  # counted as latent attention
+    assert differing == {
+        ("glm4_moe_lite", "head_dim"): "qk_rope_head_dim"
+    }  # counted as latent attention
 
 
 def test_each_family_is_counted_or_the_field_named() -> None:
     missing = {}
-    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())):
+    for family in sorted(
+        set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())
+    ):
         try:
             config = tiny_config(family)
         except Exception:  # a configuration that transformers itself does not make
@@ -193,5 +229,7 @@ def test_heads_and_keys_of_each_layer_are_read_from_a_loaded_gemma_4() -> None:
     assert head_sizes(config) == [256, 512]
     windows = count_layers(Fields(config))
     reach = windows[0].window
-    assert reach and kv_bytes(config, 10 * reach) < kv_bytes(config, 10 * reach, windows=False)
+    assert reach and kv_bytes(config, 10 * reach) < kv_bytes(
+        config, 10 * reach, windows=False
+    )
     assert kv_bytes(config, reach) == kv_bytes(config, reach, windows=False)

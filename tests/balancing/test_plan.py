@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from balancing import BalancingError, CostModel, Plan, plan_batch, plan_statistics
 from balancing.analysis.distributions import DEFAULT_CAP
-from balancing.errors import CountError, LengthError, MiniBatchError, OptionError, OverCapError
+from balancing.errors import (
+    CountError,
+    LengthError,
+    MiniBatchError,
+    OptionError,
+    OverCapError,
+)
 from balancing.search.exchange import MANY
 from balancing.search.schedule import ENOUGH_OF_MANY
 from tests.benchmarks.balancing.plans import COST_MODEL, Batch
@@ -19,7 +25,9 @@ SEVEN_BILLION = CostModel(4.2e10, 6e5)
 
 
 def lognormal(n, seed=0):
-    return np.clip(np.random.default_rng(seed).lognormal(np.log(600), 1, n), 16, 8192).astype(int)
+    return np.clip(
+        np.random.default_rng(seed).lognormal(np.log(600), 1, n), 16, 8192
+    ).astype(int)
 
 
 def shuffled_mini_batches(n, count, seed=0):
@@ -27,11 +35,18 @@ def shuffled_mini_batches(n, count, seed=0):
 
 
 def as_lists(plan: Plan):
-    return [[[rows.tolist() for rows in s.ranks] for s in m.micro_steps] for m in plan.mini_batches]
+    return [
+        [[rows.tolist() for rows in s.ranks] for s in m.micro_steps]
+        for m in plan.mini_batches
+    ]
 
 
 def tokens_of(sizes, layout):
-    return 0 if len(sizes) == 0 else int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())
+    return (
+        0
+        if len(sizes) == 0
+        else int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())
+    )
 
 
 @st.composite
@@ -47,7 +62,11 @@ def batches(draw):
         "max_sequences": draw(st.none() | st.integers(1, 6)),
         "min_count": draw(st.integers(1, 3)),
         "multiple_of": draw(st.integers(1, 3)),
-        "algorithm": draw(st.sampled_from(["karmarkar_karp"] * 4 + ["none", "verl", "roll", "mindspeed_rl"])),
+        "algorithm": draw(
+            st.sampled_from(
+                ["karmarkar_karp"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]
+            )
+        ),
         "order": draw(st.sampled_from(["descending", "small_ends"])),
         "layout": draw(st.sampled_from(["packed", "packed", "padded"])),
         "length_multiple": multiple,
@@ -64,17 +83,28 @@ def test_v2_v6_p10_m6_every_invariant_holds_or_is_refused(batch):
     try:
         plan = plan_batch(lengths, **options)
     except CountError:
-        rounded = -(-options["min_count"] // options["multiple_of"]) * options["multiple_of"]
+        rounded = (
+            -(-options["min_count"] // options["multiple_of"]) * options["multiple_of"]
+        )
         smallest = min(len(m) for m in options["mini_batches"])
-        assert not options["allow_empty"] or options["multiple_of"] > 1 or rounded > smallest
+        assert (
+            not options["allow_empty"] or options["multiple_of"] > 1 or rounded > smallest
+        )
         return
     sizes = -(-np.array(lengths) // options["length_multiple"]) * options["length_multiple"]
-    for given_rows, mini_batch in zip(options["mini_batches"], plan.mini_batches, strict=True):
+    for given_rows, mini_batch in zip(
+        options["mini_batches"], plan.mini_batches, strict=True
+    ):
         parts = [rows for step in mini_batch.micro_steps for rows in step.ranks]
         assert sorted(np.concatenate(parts)) == sorted(given_rows)
         assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in parts)
-        assert all(tokens_of(sizes[rows], options["layout"]) <= options["max_tokens"] for rows in parts)
-        assert all(len(rows) <= (options["max_sequences"] or len(lengths)) for rows in parts)
+        assert all(
+            tokens_of(sizes[rows], options["layout"]) <= options["max_tokens"]
+            for rows in parts
+        )
+        assert all(
+            len(rows) <= (options["max_sequences"] or len(lengths)) for rows in parts
+        )
         steps = len(mini_batch.micro_steps)
         assert steps >= options["min_count"]
         assert steps % options["multiple_of"] == 0
@@ -91,7 +121,9 @@ def test_v2_v6_p10_m6_every_invariant_holds_or_is_refused(batch):
 @given(batches())
 def test_v9_a_ranks_rows_and_cuts_restore_the_given_order(batch):
     lengths, options = batch
-    plan = plan_batch(lengths, **{**options, "allow_empty": True, "min_count": 1, "multiple_of": 1})
+    plan = plan_batch(
+        lengths, **{**options, "allow_empty": True, "min_count": 1, "multiple_of": 1}
+    )
     result = np.zeros(len(lengths), np.int64)
     for rank in range(plan.ranks):
         part = plan.for_rank(rank)
@@ -103,7 +135,9 @@ def test_v9_a_ranks_rows_and_cuts_restore_the_given_order(batch):
             len(part.rows),
         ]
         for mini_batch, whole in zip(part.mini_batches, plan.mini_batches, strict=True):
-            for (start, stop), step in zip(mini_batch.micro_batches, whole.micro_steps, strict=True):
+            for (start, stop), step in zip(
+                mini_batch.micro_batches, whole.micro_steps, strict=True
+            ):
                 assert part.rows[start:stop].tolist() == step.ranks[rank].tolist()
     assert result.tolist() == lengths
 
@@ -131,7 +165,9 @@ def test_p1_normalisers_do_not_depend_on_the_plan():
             assert [m.tokens for m in plan.for_rank(rank).mini_batches] == [
                 lengths[m].sum() for m in mini_batches
             ]
-            assert [m.sequences for m in plan.for_rank(rank).mini_batches] == [len(m) for m in mini_batches]
+            assert [m.sequences for m in plan.for_rank(rank).mini_batches] == [
+                len(m) for m in mini_batches
+            ]
 
 
 def test_v6_the_number_of_micro_steps_is_the_least_that_fits():
@@ -155,7 +191,9 @@ def test_fewer_sequences_than_ranks_are_solved_with_empty_micro_batches():
 
 
 def test_v6_empty_micro_batches_are_refused_on_request():
-    with pytest.raises(CountError, match="2 sequences cannot fill 1 micro-batches on each of 4 ranks"):
+    with pytest.raises(
+        CountError, match="2 sequences cannot fill 1 micro-batches on each of 4 ranks"
+    ):
         plan_batch([5, 9], ranks=4, mini_batches=[[0, 1]], max_tokens=10, allow_empty=False)
 
 
@@ -165,7 +203,9 @@ def test_v6_more_micro_steps_than_sequences_are_refused():
 
 
 def test_p11_algorithm_none_keeps_the_given_order():
-    plan = plan_batch([4, 4, 4, 4, 4, 4], ranks=2, mini_batches=[range(6)], max_tokens=8, algorithm="none")
+    plan = plan_batch(
+        [4, 4, 4, 4, 4, 4], ranks=2, mini_batches=[range(6)], max_tokens=8, algorithm="none"
+    )
     assert as_lists(plan) == [[[[0, 1], [3, 4]], [[2], [5]]]]
 
 
@@ -205,8 +245,15 @@ def test_v10_what_runs_together_weighs_the_same():
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(40)))
 def test_the_order_of_a_mini_batch_changes_nothing(order):
-    arguments = {"lengths": lognormal(40), "ranks": 3, "max_tokens": 9000, "cost_model": QUADRATIC}
-    assert as_lists(plan_batch(mini_batches=[order], **arguments)) == as_lists(plan_batch(**arguments))
+    arguments = {
+        "lengths": lognormal(40),
+        "ranks": 3,
+        "max_tokens": 9000,
+        "cost_model": QUADRATIC,
+    }
+    assert as_lists(plan_batch(mini_batches=[order], **arguments)) == as_lists(
+        plan_batch(**arguments)
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -227,7 +274,10 @@ def test_the_order_of_lengths_changes_nothing_but_indices(order, layout, algorit
 
     def computed(own):
         (mini_batch,) = plan_batch(own, **arguments).mini_batches
-        return [[sorted(own[rows].tolist()) for rows in step.ranks] for step in mini_batch.micro_steps]
+        return [
+            [sorted(own[rows].tolist()) for rows in step.ranks]
+            for step in mini_batch.micro_steps
+        ]
 
     assert computed(lengths) == computed(lengths[np.array(order)])
 
@@ -254,28 +304,44 @@ def test_long_sequences_share_micro_batches_rather_than_hold_every_step_up():
 @pytest.mark.parametrize(
     ("lengths", "options", "expected"),
     [
-        ([4, 4, 3, 1], {"ranks": 2, "max_tokens": 4, "cost_model": CostModel(1.0, 1.0)}, [20.0, 12.0]),
+        (
+            [4, 4, 3, 1],
+            {"ranks": 2, "max_tokens": 4, "cost_model": CostModel(1.0, 1.0)},
+            [20.0, 12.0],
+        ),
         ([4, 1, 1, 1], {"ranks": 1, "max_tokens": 16, "layout": "padded"}, [16.0]),
     ],
 )
-def test_predicted_times_are_those_of_the_slowest_rank_and_the_longest_row(lengths, options, expected):
-    assert [times.tolist() for times in plan_batch(lengths, **options).predicted_times()] == [expected]
+def test_predicted_times_are_those_of_the_slowest_rank_and_the_longest_row(
+    lengths, options, expected
+):
+    assert [
+        times.tolist() for times in plan_batch(lengths, **options).predicted_times()
+    ] == [expected]
 
 
 def test_v3_statistics_of_a_small_batch_counted_by_hand():
     plan = plan_batch([10, 10, 2, 2], ranks=2, mini_batches=[range(4)], max_tokens=20)
     statistics = plan_statistics(plan)
     assert all(type(value) is float for value in statistics.values())
-    assert [statistics[f"tokens_per_rank/{key}"] for key in ("min", "max", "mean", "difference")] == [
+    assert [
+        statistics[f"tokens_per_rank/{key}"] for key in ("min", "max", "mean", "difference")
+    ] == [
         12,
         12,
         12,
         0,
     ]
-    before = [statistics[f"tokens_per_rank_before/{key}"] for key in ("min", "max", "mean", "difference")]
+    before = [
+        statistics[f"tokens_per_rank_before/{key}"]
+        for key in ("min", "max", "mean", "difference")
+    ]
     assert before == [4, 20, 12, 16]
     assert (
-        statistics["imbalance/ranks"] == statistics["imbalance/micro_steps"] == statistics["idle_share"] == 0
+        statistics["imbalance/ranks"]
+        == statistics["imbalance/micro_steps"]
+        == statistics["idle_share"]
+        == 0
     )
     assert (
         statistics["imbalance_before/ranks"]
@@ -289,7 +355,9 @@ def test_v3_statistics_of_a_small_batch_counted_by_hand():
 
 def test_a_plan_is_small_to_send():
     lengths = lognormal(2048)
-    plan = plan_batch(lengths, ranks=8, mini_batches=shuffled_mini_batches(2048, 4), max_tokens=16384)
+    plan = plan_batch(
+        lengths, ranks=8, mini_batches=shuffled_mini_batches(2048, 4), max_tokens=16384
+    )
     sent = pickle.dumps(plan, protocol=5)
     assert len(sent) < 24 * len(lengths) + 4000  # indices, lengths, workloads
     received = pickle.loads(sent)
@@ -304,7 +372,11 @@ def test_a_plan_is_small_to_send():
     [
         ({"lengths": []}, LengthError, "lengths is empty"),
         ({"lengths": [3, 0, 3]}, LengthError, r"lengths\[1\] is 0"),
-        ({"lengths": [3, 3, 11]}, OverCapError, r"lengths\[2\] is 11 tokens, above max_tokens=10"),
+        (
+            {"lengths": [3, 3, 11]},
+            OverCapError,
+            r"lengths\[2\] is 11 tokens, above max_tokens=10",
+        ),
         ({"ranks": 0}, OptionError, "ranks=0"),
         ({"max_tokens": 9.5}, OptionError, "max_tokens=9.5"),
         ({"max_tokens": True}, OptionError, "max_tokens=True"),
@@ -312,34 +384,64 @@ def test_a_plan_is_small_to_send():
         ({"lengths": [[3, 3], [3, 3]]}, LengthError, "lengths has 2 dimensions"),
         ({"max_sequences": 0}, OptionError, "max_sequences=0"),
         ({"min_count": 0}, OptionError, "min_count=0"),
-        ({"min_count": 4}, CountError, "3 sequences cannot fill 4 micro-batches .*min_count=4"),
+        (
+            {"min_count": 4},
+            CountError,
+            "3 sequences cannot fill 4 micro-batches .*min_count=4",
+        ),
         ({"multiple_of": 0}, OptionError, "multiple_of=0"),
-        ({"multiple_of": 4}, CountError, "3 sequences cannot fill 4 micro-batches .*multiple_of=4"),
+        (
+            {"multiple_of": 4},
+            CountError,
+            "3 sequences cannot fill 4 micro-batches .*multiple_of=4",
+        ),
         ({"length_multiple": -1}, OptionError, "length_multiple=-1"),
-        ({"length_multiple": 11}, OverCapError, r"3 tokens \(11 after alignment\), above max_tokens=10"),
+        (
+            {"length_multiple": 11},
+            OverCapError,
+            r"3 tokens \(11 after alignment\), above max_tokens=10",
+        ),
         ({"layout": "ragged"}, OptionError, "layout='ragged'"),
         ({"algorithm": "magic"}, OptionError, "algorithm='magic'"),
         ({"order": "up"}, OptionError, "order='up'"),
         ({"mini_batches": [[0, 1]]}, MiniBatchError, "index 2 is 0 times"),
         ({"mini_batches": [[0, 1], [1, 2]]}, MiniBatchError, "index 1 is 2 times"),
-        ({"mini_batches": [[0, 1], [3]]}, MiniBatchError, r"mini_batches\[1\] holds index 3"),
+        (
+            {"mini_batches": [[0, 1], [3]]},
+            MiniBatchError,
+            r"mini_batches\[1\] holds index 3",
+        ),
         ({"mini_batches": [[0, 1, 2], []]}, MiniBatchError, r"mini_batches\[1\] is empty"),
         ({"mini_batches": [[0, 1, -1]]}, MiniBatchError, r"mini_batches\[0\]\[2\] is -1"),
         ({"loss_tokens": [1, 2]}, LengthError, "loss_tokens holds 2 values for 3"),
-        ({"loss_tokens": [1, 2, 9]}, LengthError, r"loss_tokens\[2\] is 9, above lengths\[2\]=3"),
+        (
+            {"loss_tokens": [1, 2, 9]},
+            LengthError,
+            r"loss_tokens\[2\] is 9, above lengths\[2\]=3",
+        ),
     ],
 )
 def test_bad_input_is_named(change, error, words):
-    arguments = {"lengths": [3, 3, 3], "ranks": 2, "mini_batches": [[0, 1, 2]], "max_tokens": 10, **change}
+    arguments = {
+        "lengths": [3, 3, 3],
+        "ranks": 2,
+        "mini_batches": [[0, 1, 2]],
+        "max_tokens": 10,
+        **change,
+    }
     with pytest.raises(error, match=words) as caught:
         plan_batch(**arguments)
     assert isinstance(caught.value, BalancingError)
 
 
 def test_numpy_integers_are_counts_too():
-    plan = plan_batch([3, 3], ranks=np.int32(2), max_tokens=np.int16(10), max_sequences=np.uint8(1))
+    plan = plan_batch(
+        [3, 3], ranks=np.int32(2), max_tokens=np.int16(10), max_sequences=np.uint8(1)
+    )
     assert plan.mini_batches[0].steps == 1
-    assert {type(value) for value in (plan.ranks, plan.max_tokens, plan.settings.max_sequences)} == {int}
+    assert {
+        type(value) for value in (plan.ranks, plan.max_tokens, plan.settings.max_sequences)
+    } == {int}
 
 
 def test_a_rank_outside_the_plan_is_refused():
@@ -354,12 +456,21 @@ def test_sequences_without_a_loss_token_are_computed_but_not_counted():
 
 
 def test_p8_p9_m5_a_default_plan_is_refined_from_karmarkar_karp():
-    plan = plan_batch(lognormal(512), ranks=8, mini_batches=shuffled_mini_batches(512, 2), max_tokens=16384)
+    plan = plan_batch(
+        lognormal(512),
+        ranks=8,
+        mini_batches=shuffled_mini_batches(512, 2),
+        max_tokens=16384,
+    )
     assert [part.start for part in plan.mini_batches] == ["karmarkar_karp"] * 2
-    arguments = {"ranks": 8, "mini_batches": shuffled_mini_batches(512, 2), "max_tokens": 16384}
-    assert as_lists(plan_batch(lognormal(512), **arguments, algorithm="load_balance")) == as_lists(
-        plan
-    )  # an alias
+    arguments = {
+        "ranks": 8,
+        "mini_batches": shuffled_mini_batches(512, 2),
+        "max_tokens": 16384,
+    }
+    assert as_lists(
+        plan_batch(lognormal(512), **arguments, algorithm="load_balance")
+    ) == as_lists(plan)  # an alias
 
 
 def test_groups_are_counted_where_they_have_a_loss_token():
@@ -372,7 +483,10 @@ def test_groups_are_counted_where_they_have_a_loss_token():
     plan = plan_batch([5, 6, 7, 8, 9, 4], **arguments, groups=[7, 3, 7, 3, 9, 4])
     assert [part.groups for part in plan.mini_batches] == [1, 2]
     assert [part.groups for part in plan.for_rank(1).mini_batches] == [1, 2]
-    assert [part.groups for part in plan_batch([5] * 6, **arguments).mini_batches] == [None, None]
+    assert [part.groups for part in plan_batch([5] * 6, **arguments).mini_batches] == [
+        None,
+        None,
+    ]
     with pytest.raises(LengthError, match="groups holds 2 values for 6 lengths"):
         plan_batch([5] * 6, **arguments, groups=[1, 2])
 
@@ -394,11 +508,17 @@ def test_many_sequences_are_even_within_one_percent(kind):
         lengths = np.where(rng.random(count) < 0.6, rng.integers(100, 2_000, count), long)
     plan = plan_batch(lengths, ranks=128, max_tokens=cap, cost_model=CostModel(1.0, 1e-5))
     assert max(part.sums(lengths).max() for part in plan.mini_batches) <= cap
-    assert plan.predicted_makespans().sum() <= plan.workloads.sum() / 128 * (1 + ENOUGH_OF_MANY)
+    assert plan.predicted_makespans().sum() <= plan.workloads.sum() / 128 * (
+        1 + ENOUGH_OF_MANY
+    )
 
 
 def test_many_padded_sequences_are_planned():
     lengths = np.random.default_rng(0).integers(10, 1000, MANY + 1)
     plan = plan_batch(lengths, ranks=8, max_tokens=4000, layout="padded")
     (part,) = plan.mini_batches
-    assert all(tokens_of(lengths[rows], "padded") <= 4000 for step in part.micro_steps for rows in step.ranks)
+    assert all(
+        tokens_of(lengths[rows], "padded") <= 4000
+        for step in part.micro_steps
+        for rows in step.ranks
+    )

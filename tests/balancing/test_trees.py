@@ -20,14 +20,20 @@ COSTS = CostModel(1.0, 0.01)
 def common(one: list[int], other: list[int]) -> int:
     """The tokens with which both begin, fewer than either has."""
     equal = [a == b for a, b in zip(one, other, strict=False)]
-    return min(equal.index(False) if False in equal else len(equal), len(one) - 1, len(other) - 1)
+    return min(
+        equal.index(False) if False in equal else len(equal), len(one) - 1, len(other) - 1
+    )
 
 
 def cells(sequences: list[list[int]]) -> int:
     """The nodes of their tree, by definition: prefixes that are different; each sequence has its last token
     alone.
     """
-    nodes = {tuple(sequence[: place + 1]) for sequence in sequences for place in range(len(sequence) - 1)}
+    nodes = {
+        tuple(sequence[: place + 1])
+        for sequence in sequences
+        for place in range(len(sequence) - 1)
+    }
     return len(nodes) + len(sequences)
 
 
@@ -65,12 +71,25 @@ def tree_of(sequences: list[list[int]], groups: int) -> dict[str, np.ndarray]:
 
 
 def micro_batches(plan: Plan) -> list[np.ndarray]:
-    return [rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks]
+    return [
+        rows
+        for part in plan.mini_batches
+        for step in part.micro_steps
+        for rows in step.ranks
+    ]
 
 
-@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
 @settings(deadline=None, max_examples=150)
-def test_a_plan_counts_the_tokens_of_a_micro_batchs_tree(seed, groups, size, ranks, mini_batches):
+def test_a_plan_counts_the_tokens_of_a_micro_batchs_tree(
+    seed, groups, size, ranks, mini_batches
+):
     sequences = grown(seed, groups, size)
     rows = np.random.default_rng(seed).permutation(len(sequences))
     parts = [part for part in np.array_split(rows, mini_batches) if len(part)]
@@ -134,7 +153,12 @@ def test_a_cap_on_sequences_holds():
 
 
 def test_of_depths_whole_multiples_count():
-    tree = {"prefix_groups": [0, 0], "prefix_lengths": [10, 10], "tree_order": [0, 1], "tree_depths": [0, 31]}
+    tree = {
+        "prefix_groups": [0, 0],
+        "prefix_lengths": [10, 10],
+        "tree_order": [0, 1],
+        "tree_depths": [0, 31],
+    }
     plan = plan_batch([40, 40], ranks=1, max_tokens=100, length_multiple=8, **tree)
     assert plan.shared.tolist() == [0, 24]
 
@@ -148,11 +172,20 @@ def test_of_depths_whole_multiples_count():
             OptionError,
             "Pass prefix_groups and prefix_lengths, too",
         ),
-        ({"tree_depths": [0, 4]}, LengthError, r"tree_depths\[1\] is 4, not below lengths\[1\]=4"),
+        (
+            {"tree_depths": [0, 4]},
+            LengthError,
+            r"tree_depths\[1\] is 4, not below lengths\[1\]=4",
+        ),
         ({"tree_order": [0]}, LengthError, "tree_order holds 1 values for 2 lengths"),
     ],
 )
 def test_trees_that_cannot_be_are_refused(arguments, error, message):
-    tree = {"prefix_groups": [0, 0], "prefix_lengths": [1, 1], "tree_order": [0, 1], "tree_depths": [0, 2]}
+    tree = {
+        "prefix_groups": [0, 0],
+        "prefix_lengths": [1, 1],
+        "tree_order": [0, 1],
+        "tree_depths": [0, 2],
+    }
     with pytest.raises(error, match=message):
         plan_batch([4, 4], ranks=1, max_tokens=100, **tree | arguments)

@@ -25,7 +25,9 @@ reward_functions(config, {})
 def run(folder: Path, *module: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", *module, "nowhere"]
-    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    return subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,9 @@ def test_a_users_file_that_hides_a_package_is_named(
         assert done.stderr.count("\n") == 1 and told in done.stderr
 
 
-def test_a_folder_of_another_kind_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_kind_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where our packages are found by an editable installation's finder, after all folders
     on the path.
     """
@@ -61,7 +65,9 @@ def test_a_folder_of_another_kind_hides_nothing(tmp_path: Path, monkeypatch: pyt
     assert "is not the folder" in run(tmp_path, "ballast", "replay", "--step=1").stderr
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        sys, "path", [path for path in sys.path if Path(path).resolve() not in (ROOT, Path())]
+        sys,
+        "path",
+        [path for path in sys.path if Path(path).resolve() not in (ROOT, Path())],
     )
     monkeypatch.delitem(sys.modules, "workers")
     check_packages(["workers"])
@@ -83,9 +89,13 @@ def test_a_module_that_a_notebook_has_imported_already_is_named(
 
 
 @pytest.mark.parametrize("installed", ["editable", "on the path"])
-def test_an_installation_finds_its_reward_functions_from_any_folder(tmp_path: Path, installed: str) -> None:
+def test_an_installation_finds_its_reward_functions_from_any_folder(
+    tmp_path: Path, installed: str
+) -> None:
     """By the finder of an editable installation, or in a folder of the path as a wheel puts them."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
     if installed == "on the path":
         environment["PYTHONPATH"] = str(site := tmp_path / "site")
         site.mkdir()
@@ -94,8 +104,12 @@ def test_an_installation_finds_its_reward_functions_from_any_folder(tmp_path: Pa
     (folder := tmp_path / "elsewhere").mkdir()
     config = write_workspace(folder)
     (folder / "mine" / "deep").mkdir(parents=True)  # without __init__.py
-    (folder / "mine" / "deep" / "rewards.py").write_text("def short(response):\n    return -len(response)\n")
+    (folder / "mine" / "deep" / "rewards.py").write_text(
+        "def short(response):\n    return -len(response)\n"
+    )
     rewards = "reward.functions={workers.reward_functions:length: 1.0, mine.deep.rewards:short: 1.0}"
     command = [sys.executable, "-c", CHECKED, str(config), "reward.function=''", rewards]
-    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (0, "")

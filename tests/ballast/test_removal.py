@@ -43,12 +43,16 @@ def test_the_rest_stands_without_a_tool(tool: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for package in PACKAGES:
         # Compiled files come along, and `copy2` keeps the times by which Python takes them.
-        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("examples"))
+        shutil.copytree(
+            ROOT / package, tree / package, ignore=shutil.ignore_patterns("examples")
+        )
     removed = [tool, *STANDS_ON.get(tool, [])]
     for name in removed:
         shutil.rmtree(tree / "ballast" / name)
     modules = tuple(f"ballast.{name}" for name in removed)
-    gone = [name for name, command in COMMANDS.items() if command.module.startswith(modules)]
+    gone = [
+        name for name, command in COMMANDS.items() if command.module.startswith(modules)
+    ]
     process = subprocess.run(
         [sys.executable, "-c", TRAIN_AND_IMPORT, *gone],
         cwd=tmp_path,
@@ -57,6 +61,10 @@ def test_the_rest_stands_without_a_tool(tool: str, tmp_path: Path) -> None:
         capture_output=True,
     )
     assert process.returncode == 0, process.stderr
-    assert process.stdout.splitlines()[-1].split()[1:] == [name for name in COMMANDS if name not in gone]
-    refusals = [f"error: ballast {name}: {COMMANDS[name].module} is not installed." for name in gone]
+    assert process.stdout.splitlines()[-1].split()[1:] == [
+        name for name in COMMANDS if name not in gone
+    ]
+    refusals = [
+        f"error: ballast {name}: {COMMANDS[name].module} is not installed." for name in gone
+    ]
     assert process.stderr.splitlines()[-len(gone) :] == refusals

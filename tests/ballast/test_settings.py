@@ -27,7 +27,11 @@ def test_a_mapping_is_the_file_with_the_same_content(tmp_path: Path) -> None:
 def test_overrides_are_texts_whole_keys_or_sections(tmp_path: Path) -> None:
     file = write_workspace(tmp_path)
     texts = ["policy.data_parallel=4", "rollout.engine={max_num_seqs: 3}", "model.path=a/b"]
-    keys = {"policy.data_parallel": 4, "rollout.engine": {"max_num_seqs": 3}, "model.path": Path("a/b")}
+    keys = {
+        "policy.data_parallel": 4,
+        "rollout.engine": {"max_num_seqs": 3},
+        "model.path": Path("a/b"),
+    }
     sections = {
         "policy": {"data_parallel": 4},
         "rollout": {"engine": {"max_num_seqs": 3}},
@@ -50,7 +54,9 @@ ITSELF["run"] = ITSELF
 def test_a_text_arrives_as_it_is(text: str) -> None:
     assume(text != "???")
     assert (
-        load_settings(Config, None, {"model.path": "m", "data.system_prompt": text}).data.system_prompt
+        load_settings(
+            Config, None, {"model.path": "m", "data.system_prompt": text}
+        ).data.system_prompt
         == text
     )
 
@@ -70,7 +76,9 @@ def test_a_text_arrives_as_it_is(text: str) -> None:
         ([5], "overrides=[5]"),
     ],
 )
-def test_what_cannot_be_a_setting_is_refused_in_one_line(overrides: Any, named: str) -> None:
+def test_what_cannot_be_a_setting_is_refused_in_one_line(
+    overrides: Any, named: str
+) -> None:
     with refused(named):
         load_settings(Config, None, overrides)
 
@@ -87,7 +95,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_other_commands_have_their_own_settings() -> None:
     assert (
-        load_settings(SftConfig, {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}, ()).data.train
+        load_settings(
+            SftConfig, {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}, ()
+        ).data.train
         == "t.jsonl"
     )
 
@@ -98,7 +108,10 @@ def test_other_commands_have_their_own_settings() -> None:
         (lambda: ballast.fit(5), "config=5"),  # type: ignore[arg-type]
         (lambda: ballast.sft(b"x"), "config=b'x'"),  # type: ignore[arg-type]
         (lambda: ballast.fit({"model.path": "m"}, callbacks=5), "callbacks=5"),  # type: ignore[arg-type]
-        (lambda: ballast.preferences({("model.path"): "m"}, callbacks=[print, 5]), "callbacks="),  # type: ignore[list-item]
+        (
+            lambda: ballast.preferences({("model.path"): "m"}, callbacks=[print, 5]),
+            "callbacks=",
+        ),  # type: ignore[list-item]
         (lambda: ballast.fit({"model.path": "m"}, reward=[len, 5]), "reward="),  # type: ignore[arg-type]
         (lambda: ballast.fit({"model.path": "m"}, reward={len: "a"}), "reward="),  # type: ignore[dict-item]
         (lambda: ballast.fit({"model.path": "m"}, reward={len: 10**400}), "reward="),
@@ -106,7 +119,10 @@ def test_other_commands_have_their_own_settings() -> None:
         (lambda: ballast.generate("config.yaml", prompts="1"), "prompts='1'"),  # type: ignore[arg-type]
         (lambda: ballast.evaluate("config.yaml", output=5), "output=5"),  # type: ignore[arg-type]
         (lambda: ballast.evaluate(model="runs/none"), "--model=runs/none"),
-        (lambda: ballast.evaluate("config.yaml", output="config.yaml"), "--output: config.yaml"),
+        (
+            lambda: ballast.evaluate("config.yaml", output="config.yaml"),
+            "--output: config.yaml",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_starts(

@@ -14,4 +14,6 @@ def test_tables_of_a_result_have_no_empty_cells(tmp_path: Path) -> None:
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4, 5]
     assert [row["step"] for row in result.validations] == [0, 4]
     for table in (result.metrics, result.validations):
-        assert all(row.keys() == table[0].keys() and None not in row.values() for row in table)
+        assert all(
+            row.keys() == table[0].keys() and None not in row.values() for row in table
+        )

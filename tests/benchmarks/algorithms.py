@@ -33,7 +33,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "reward.overlong_tokens=8",
     ),
     "rloo": ("algorithm.advantage=rloo", "algorithm.loss.name=reinforce"),
-    "reinforce_plus_plus": ("algorithm.advantage=reinforce_plus_plus", "batch.mini_batches=2"),
+    "reinforce_plus_plus": (
+        "algorithm.advantage=reinforce_plus_plus",
+        "batch.mini_batches=2",
+    ),
     "ppo": (
         "algorithm.advantage=gae",
         "algorithm.gae.lam=0.95",
@@ -67,14 +70,26 @@ def is_complete(run: Path) -> bool:
     return (run / "summary.json").exists()
 
 
-def train(folder: Path, name: str, overrides: tuple[str, ...], seed: int, steps: int) -> None:
+def train(
+    folder: Path, name: str, overrides: tuple[str, ...], seed: int, steps: int
+) -> None:
     """One run, in a process of its own; goes on from its last checkpoint if it was stopped."""
     own = ["run.resume=auto", "run.checkpoint_every=20", "run.keep_checkpoints=1"]
-    own += [f"run.dir={folder}", f"run.name={name}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
-    subprocess.run([sys.executable, "-m", "controller.fit", "--config", CONFIG, *own, *overrides], check=True)
+    own += [
+        f"run.dir={folder}",
+        f"run.name={name}-{seed}",
+        f"run.seed={seed}",
+        f"run.steps={steps}",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "controller.fit", "--config", CONFIG, *own, *overrides],
+        check=True,
+    )
 
 
-def compare(ways: dict[str, tuple[str, ...]], folder: Path, steps: int, description: str | None) -> Runs:
+def compare(
+    ways: dict[str, tuple[str, ...]], folder: Path, steps: int, description: str | None
+) -> Runs:
     """Run what is missing of the ways, with the command line's options, and return all complete runs."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,13 +104,17 @@ def compare(ways: dict[str, tuple[str, ...]], folder: Path, steps: int, descript
             if not is_complete(run_folder(options.folder, name, seed)):
                 train(options.folder, name, ways[name], seed, options.steps)
     pairs = [(name, seed) for name in ways for seed in range(100)]
-    return {pair: run for pair in pairs if is_complete(run := run_folder(options.folder, *pair))}
+    return {
+        pair: run for pair in pairs if is_complete(run := run_folder(options.folder, *pair))
+    }
 
 
 def row(run: Path, algorithm: str, seed: int) -> str:
     """A line of the table."""
     summary = json.loads((run / "summary.json").read_text())
-    before, after = (summary["validation"][when]["exact_match"] for when in ("before", "after"))
+    before, after = (
+        summary["validation"][when]["exact_match"] for when in ("before", "after")
+    )
     explained = curve(run, "critic/explained_variance")[1]
     last = f"{statistics.median(explained[-10:]):.2f}" if explained else ""
     cells = (
@@ -118,9 +137,15 @@ def draw(runs: Runs, picture: Path) -> None:
         label = None if name in labelled else name
         labelled += [name] if label else []
         steps, values = curve(run, "reward/exact_match")
-        smooth = [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+        smooth = [
+            statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))
+        ]
         axes.plot(steps, smooth, color=f"C{labelled.index(name)}", label=label)
-    axes.set(xlabel="step", ylabel="exact match of training responses\n(mean of 5 steps)", ylim=(0, 1))
+    axes.set(
+        xlabel="step",
+        ylabel="exact match of training responses\n(mean of 5 steps)",
+        ylim=(0, 1),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(picture, dpi=110)
@@ -129,7 +154,9 @@ def draw(runs: Runs, picture: Path) -> None:
 def main() -> None:
     """Run what is missing and write the page."""
     runs = compare(ALGORITHMS, Path("runs/algorithms"), 40, __doc__)
-    DOCUMENT.write_text(HEADER + "".join(row(run, *pair) + "\n" for pair, run in runs.items()))
+    DOCUMENT.write_text(
+        HEADER + "".join(row(run, *pair) + "\n" for pair, run in runs.items())
+    )
     draw(runs, PICTURE)
     print(DOCUMENT.read_text())
 

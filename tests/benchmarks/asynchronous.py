@@ -89,7 +89,15 @@ def run(
 ) -> list[dict[str, float]]:
     """The metrics of the counted steps of one run."""
     ahead = [f"rollout.max_staleness={staleness}"] if staleness else []
-    command = [sys.executable, "-m", "controller.fit", *settings, *SETTINGS, *ahead, f"run.name={name}"]
+    command = [
+        sys.executable,
+        "-m",
+        "controller.fit",
+        *settings,
+        *SETTINGS,
+        *ahead,
+        f"run.name={name}",
+    ]
     process = subprocess.Popen([*command, f"run.steps={steps}"], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         pin(process.pid)
@@ -110,7 +118,9 @@ def pin(driver: int) -> None:
                 os.sched_setaffinity(thread.id, {core})
 
 
-def row(staleness: int, runs: Sequence[Sequence[dict[str, float]]], synchronous: float) -> str:
+def row(
+    staleness: int, runs: Sequence[Sequence[dict[str, float]]], synchronous: float
+) -> str:
     """A line of the table."""
     times = [statistics.median(step["time/step_s"] for step in steps) for steps in runs]
     median = statistics.median(times)
@@ -124,7 +134,11 @@ def row(staleness: int, runs: Sequence[Sequence[dict[str, float]]], synchronous:
         f"{3600 / median:,.0f}",
         f"{synchronous / median:.2f}x",
     ]
-    return f"| {staleness} | " + " | ".join([*cells, *(f"{value:.3g}" for value in shown)]) + " |"
+    return (
+        f"| {staleness} | "
+        + " | ".join([*cells, *(f"{value:.3g}" for value in shown)])
+        + " |"
+    )
 
 
 def main() -> None:
@@ -134,20 +148,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    found: dict[int, list[list[dict[str, float]]]] = {staleness: [] for staleness in STALENESS}
+    found: dict[int, list[list[dict[str, float]]]] = {
+        staleness: [] for staleness in STALENESS
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         settings = make_inputs(folder)
         for turn in range(arguments.rounds):
             for staleness in STALENESS:
                 steps = WARM_UP + arguments.steps
-                found[staleness].append(run(settings, folder, f"run-{staleness}-{turn}", staleness, steps))
+                found[staleness].append(
+                    run(settings, folder, f"run-{staleness}-{turn}", staleness, steps)
+                )
     synchronous = statistics.median(
-        statistics.median(step["time/step_s"] for step in steps) for steps in found[STALENESS[0]]
+        statistics.median(step["time/step_s"] for step in steps)
+        for steps in found[STALENESS[0]]
     )
     names, lines = " | ".join(name for _, name in SHOWN), " | ".join("---:" for _ in SHOWN)
-    page = HEADER.format(steps=arguments.steps, rounds=arguments.rounds, names=names, lines=lines)
-    page += "\n".join(row(staleness, runs, synchronous) for staleness, runs in found.items()) + "\n"
+    page = HEADER.format(
+        steps=arguments.steps, rounds=arguments.rounds, names=names, lines=lines
+    )
+    page += (
+        "\n".join(row(staleness, runs, synchronous) for staleness, runs in found.items())
+        + "\n"
+    )
     print(page)
     if arguments.output:
         arguments.output.write_text(page)

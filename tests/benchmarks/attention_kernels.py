@@ -37,10 +37,16 @@ RECOMPUTED = {"full": (1.0, 1.0), "selective": (0.8, 0.0), "none": (0.0, 0.0)}
 """Of a forward pass, what the backward pass repeats of a compiled layer: of all but attention, and of it."""
 
 
-def update_seconds(length: int, adapted: bool, recomputed: float, efficiency: Efficiency) -> float:
+def update_seconds(
+    length: int, adapted: bool, recomputed: float, efficiency: Efficiency
+) -> float:
     shape = shape_of(adapted)
-    workload = Workload([1] * (TOKENS // length), [length - 1] * (TOKENS // length), samples_per_prompt=1)
-    layout = Layout(gpus_per_node=1, max_tokens=length, recomputed=recomputed, shared_prompts=False)
+    workload = Workload(
+        [1] * (TOKENS // length), [length - 1] * (TOKENS // length), samples_per_prompt=1
+    )
+    layout = Layout(
+        gpus_per_node=1, max_tokens=length, recomputed=recomputed, shared_prompts=False
+    )
     return training(shape, layout, workload, MACHINES["H100"], efficiency).update
 
 
@@ -49,7 +55,9 @@ def shape_of(adapted: bool) -> ModelShape:
     return replace(shape, trained=ADAPTED * shape.parameters) if adapted else shape
 
 
-def predict(length: int, adapted: bool, mode: str, efficiency: Efficiency) -> tuple[float, float]:
+def predict(
+    length: int, adapted: bool, mode: str, efficiency: Efficiency
+) -> tuple[float, float]:
     """Return seconds of an update on TOKENS tokens, and its share of the card's peak.
 
     As `tests.gpu.benchmark.model_flops`: 6 FLOPs per weight and token, 4 with adapters, and causal attention.
@@ -69,9 +77,13 @@ def predict(length: int, adapted: bool, mode: str, efficiency: Efficiency) -> tu
 
 
 def main() -> None:
-    print("| tokens | way | checkpointing | `varlen`, s | `varlen` | `flash4`, s | `flash4` |")
+    print(
+        "| tokens | way | checkpointing | `varlen`, s | `varlen` | `flash4`, s | `flash4` |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for length, adapted, mode in itertools.product((16_384, 65_536), (True, False), RECOMPUTED):
+    for length, adapted, mode in itertools.product(
+        (16_384, 65_536), (True, False), RECOMPUTED
+    ):
         cells = [f"{length:,}", "LoRA 32" if adapted else "whole model", mode]
         for efficiency in KERNELS.values():
             seconds, share = predict(length, adapted, mode, efficiency)

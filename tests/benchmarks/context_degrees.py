@@ -49,11 +49,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="predicted time of each emulation")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="predicted time of each emulation"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    text = planned().markdown() + "\n" + emulation(options.seconds, options.repeats).markdown()
+    text = (
+        planned().markdown() + "\n" + emulation(options.seconds, options.repeats).markdown()
+    )
     sys.stdout.write(text)
     if options.output:
         introduction = INTRODUCTION.format(output=options.output, machine=machine())
@@ -66,9 +70,17 @@ def cases() -> Iterator[Case]:
     yield "one of 80,000 tokens", one, 16, 98_304, 1
     random = np.random.default_rng(0)
     for mini_batches, sequences in ((1, 512), (16, 512)):
-        short = np.clip(random.lognormal(np.log(800), 0.6, sequences), 16, 4096).astype(np.int64)
+        short = np.clip(random.lognormal(np.log(800), 0.6, sequences), 16, 4096).astype(
+            np.int64
+        )
         lengths = np.where(random.random(sequences) < 0.6, short, 14_000)
-        yield f"60 % short, 40 % 14k, {mini_batches} mini-batches", lengths, 16, 16_384, mini_batches
+        yield (
+            f"60 % short, 40 % 14k, {mini_batches} mini-batches",
+            lengths,
+            16,
+            16_384,
+            mini_batches,
+        )
     longest = np.where(random.random(512) < 0.02, 60_000, short)
     yield "98 % short, 2 % 60k", longest, 16, 8_192, 1
 
@@ -76,7 +88,9 @@ def cases() -> Iterator[Case]:
 def planned() -> Table:
     rows = []
     for name, lengths, ranks, cap, mini_batches in cases():
-        members = np.array_split(np.random.default_rng(0).permutation(len(lengths)), mini_batches)
+        members = np.array_split(
+            np.random.default_rng(0).permutation(len(lengths)), mini_batches
+        )
         for link, slower in (("NVLink", NVLINK), ("network", NETWORK)):
             degrees = ContextDegrees(MAXIMUM, exchange_share(SEVEN_BILLION) * slower)
             ideal = float(COSTS.workload(lengths).sum()) / ranks
@@ -95,10 +109,15 @@ def planned() -> Table:
                 if lengths.max() <= cap * each
             }
             best = min(fixed, key=lambda each: fixed[each])
-            shown = [f"{100 * (time - 1):.1f} %" for time in (fixed[min(fixed)], fixed[best], ours)]
+            shown = [
+                f"{100 * (time - 1):.1f} %"
+                for time in (fixed[min(fixed)], fixed[best], ours)
+            ]
             mean = float(np.average(degree_of(plan.mini_batches), weights=lengths))
             gains = [f"{fixed[each] / ours:.2f}" for each in (min(fixed), best)]
-            rows.append([name, link, str(min(fixed)), str(best), *shown, f"{mean:.2f}", *gains])
+            rows.append(
+                [name, link, str(min(fixed)), str(best), *shown, f"{mean:.2f}", *gains]
+            )
     return Table(
         "Planned",
         [(
@@ -124,7 +143,9 @@ def _fixed(
     costs = degrees.costs(COSTS, degree)
     shared = {"ranks": ranks // degree, "max_tokens": cap * degree}
     return float(
-        plan_batch(lengths, **shared, mini_batches=members, cost_model=costs).predicted_makespans().sum()
+        plan_batch(lengths, **shared, mini_batches=members, cost_model=costs)
+        .predicted_makespans()
+        .sum()
     )
 
 
@@ -132,7 +153,9 @@ def emulation(seconds: float, repeats: int) -> Table:
     rows = []
     for name, lengths, _, cap, mini_batches in cases():
         degrees = ContextDegrees(MAXIMUM, exchange_share(SEVEN_BILLION) * NETWORK)
-        members = np.array_split(np.random.default_rng(0).permutation(len(lengths)), mini_batches)
+        members = np.array_split(
+            np.random.default_rng(0).permutation(len(lengths)), mini_batches
+        )
         plan = plan_batch(
             lengths,
             ranks=RANKS,
@@ -156,7 +179,10 @@ def emulation(seconds: float, repeats: int) -> Table:
 def emulated(plan: Plan, seconds: float) -> float:
     """Return the seconds from the first rank's start to the last rank's end."""
     times = np.concatenate(
-        [part.predicted_times(plan.computed_workloads, "packed") for part in plan.mini_batches]
+        [
+            part.predicted_times(plan.computed_workloads, "packed")
+            for part in plan.mini_batches
+        ]
     )
     times *= seconds / times.max(axis=1).sum()
     degrees = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
@@ -169,12 +195,18 @@ def emulated(plan: Plan, seconds: float) -> float:
 
 
 def _rank(
-    rank: int, times: NDArray[np.float64], degrees: NDArray[np.int64], store: str, ended: object
+    rank: int,
+    times: NDArray[np.float64],
+    degrees: NDArray[np.int64],
+    store: str,
+    ended: object,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     blocks = {
-        each: dist.new_subgroups_by_enumeration(np.arange(RANKS).reshape(-1, each).tolist())[0]
+        each: dist.new_subgroups_by_enumeration(
+            np.arange(RANKS).reshape(-1, each).tolist()
+        )[0]
         for each in (2, 4, 8)
     }
     with suppress(AttributeError, PermissionError):  # it only sleeps

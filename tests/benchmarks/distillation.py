@@ -51,7 +51,11 @@ TAUGHT = (
     "algorithm.loss.distillation.divergence=forward_kl",
 )
 ALONE = ("algorithm.advantage=none", "policy.optimizer.learning_rate=5e-4")
-UPDATES = ("batch.mini_batches=8", "policy.optimizer.warmup_steps=20", "policy.optimizer.schedule=cosine")
+UPDATES = (
+    "batch.mini_batches=8",
+    "policy.optimizer.warmup_steps=20",
+    "policy.optimizer.schedule=cosine",
+)
 WITH_SOLUTION = (
     *TAUGHT,
     "teacher.path={folder}/student/model",
@@ -60,7 +64,12 @@ WITH_SOLUTION = (
 )
 RUNS: dict[str, tuple[str, ...]] = {
     "reward": (),
-    "teacher of 3M": (*TAUGHT, *ALONE, "teacher.path={folder}/teacher/model", "run.steps=200"),
+    "teacher of 3M": (
+        *TAUGHT,
+        *ALONE,
+        "teacher.path={folder}/teacher/model",
+        "run.steps=200",
+    ),
     "reward and itself with the solution": WITH_SOLUTION,
     "itself with the solution": (*WITH_SOLUTION, *ALONE),
 }
@@ -85,19 +94,28 @@ def teacher_records(rng: random.Random) -> Iterator[dict[str, str]]:
         yield {"prompt": data.prompt(a, b), "response": data.solution(a, b)}
 
 
-def warm_up(folder: Path, name: str, model: Path, records: Iterator[dict[str, str]], *overrides: str) -> None:
+def warm_up(
+    folder: Path, name: str, model: Path, records: Iterator[dict[str, str]], *overrides: str
+) -> None:
     """Train `folder/name/model` on given responses, unless it is there."""
     if (folder / name / "model" / "config.json").exists():
         return
     file = folder / f"{name}.jsonl"
     data.write_records(file, records)
-    given = ["run.resume=auto", "run.checkpoint_every=150", f"run.dir={folder}", f"run.name={name}"]
+    given = [
+        "run.resume=auto",
+        "run.checkpoint_every=150",
+        f"run.dir={folder}",
+        f"run.name={name}",
+    ]
     given += [f"model.path={model}", f"data.train={file}", *overrides]
     command("controller.sft", SFT, f"data.max_tokens={SOLUTION_TOKENS}", *given)
 
 
 def command(module: str, config: str, *overrides: str) -> None:
-    subprocess.run([sys.executable, "-m", module, "--config", config, *overrides], check=True)
+    subprocess.run(
+        [sys.executable, "-m", module, "--config", config, *overrides], check=True
+    )
 
 
 def train(folder: Path, name: str, seed: int, steps: int) -> None:
@@ -121,22 +139,41 @@ def teacher_match(folder: Path) -> float:
     found = folder / "teacher_evaluation" / "metrics.json"
     if not found.exists():
         model, output = f"{folder}/teacher/model", f"{folder}/teacher_evaluation"
-        command("ballast.sampling_commands.evaluate", CONFIG, "--model", model, "--output", output)
+        command(
+            "ballast.sampling_commands.evaluate",
+            CONFIG,
+            "--model",
+            model,
+            "--output",
+            output,
+        )
     return float(json.loads(found.read_text())["metrics"]["exact_match"]["value"])
 
 
 def row(run: Path, name: str, seed: int, wanted: float) -> str:
     validation = json.loads((run / "summary.json").read_text())["validation"]
     before, after = (validation[when]["exact_match"] for when in ("before", "after"))
-    first = next((step for step, value in zip(*smooth(run), strict=True) if value >= wanted), None)
+    first = next(
+        (step for step, value in zip(*smooth(run), strict=True) if value >= wanted), None
+    )
     steps, gain = curve(run, "reward/exact_match")[0][-1], f"{after - before:+.3f}"
-    cells = (name, seed, steps, f"{before:.3f}", f"{after:.3f}", gain, first or "not reached")
+    cells = (
+        name,
+        seed,
+        steps,
+        f"{before:.3f}",
+        f"{after:.3f}",
+        gain,
+        first or "not reached",
+    )
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def smooth(run: Path) -> tuple[list[int], list[float]]:
     steps, values = curve(run, "reward/exact_match")
-    return steps, [statistics.fmean(values[max(0, i - 2) : i + 1]) for i in range(len(values))]
+    return steps, [
+        statistics.fmean(values[max(0, i - 2) : i + 1]) for i in range(len(values))
+    ]
 
 
 def draw(runs: dict[tuple[str, int], Path], teacher: float) -> None:
@@ -144,8 +181,14 @@ def draw(runs: dict[tuple[str, int], Path], teacher: float) -> None:
     for (name, seed), run in runs.items():
         label = name if seed == min(each for _, each in runs) else None
         axes.plot(*smooth(run), color=f"C{list(RUNS).index(name)}", label=label)
-    axes.axhline(teacher, color="grey", linestyle="--", label="the teacher, on held-out problems")
-    axes.set(xlabel="step", ylabel="exact match of training responses\n(mean of 3 steps)", ylim=(0, 1))
+    axes.axhline(
+        teacher, color="grey", linestyle="--", label="the teacher, on held-out problems"
+    )
+    axes.set(
+        xlabel="step",
+        ylabel="exact match of training responses\n(mean of 3 steps)",
+        ylim=(0, 1),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(PICTURE, dpi=110)
@@ -155,7 +198,15 @@ def write(runs: dict[tuple[str, int], Path], teacher: float) -> None:
     """Replace the measured section of the page."""
     wanted = teacher - 0.05
     before, _, rest = DOCUMENT.read_text().partition(START)
-    columns = ("learns from", "seed", "steps", "before", "after", "gain", f"first step at {wanted:.2f}")
+    columns = (
+        "learns from",
+        "seed",
+        "steps",
+        "before",
+        "after",
+        "gain",
+        f"first step at {wanted:.2f}",
+    )
     head = f"{SECTION.format(teacher=teacher)}| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|\n"
     table = "".join(row(run, *pair, wanted) for pair, run in runs.items())
     DOCUMENT.write_text(before + START + head + table + END + rest.partition(END)[2])
@@ -181,7 +232,9 @@ def main() -> None:
     )
     warm_up(folder, "teacher", CACHE / "model", teacher_records(random.Random(1)), *teacher)
     runs = {
-        (name, seed): folder / f"{name.replace(' ', '_')}-{seed}" for seed in options.seeds for name in RUNS
+        (name, seed): folder / f"{name.replace(' ', '_')}-{seed}"
+        for seed in options.seeds
+        for name in RUNS
     }
     for (_, seed), path in runs.items():
         if not (path / "summary.json").exists():

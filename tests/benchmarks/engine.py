@@ -45,8 +45,12 @@ VOCABULARY = 10_000
 def long_tail_lengths(count: int, median_length: int) -> list[int]:
     """Quantiles of a log-normal distribution with sigma 1, in random order."""
     quantiles = (torch.arange(count) + 0.5) / count
-    lengths = (median_length * torch.special.ndtri(quantiles).exp()).round().long().clamp_min(2)
-    return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
+    lengths = (
+        (median_length * torch.special.ndtri(quantiles).exp()).round().long().clamp_min(2)
+    )
+    return lengths[
+        torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    ].tolist()
 
 
 def random_batch(lengths: list[int]) -> DataProto:
@@ -74,7 +78,9 @@ def model_of_20m(layout: str) -> PackedCausalLM:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    return packed_causal_lm(AutoModelForCausalLM.from_config(config), ModelConfig(layout=layout))
+    return packed_causal_lm(
+        AutoModelForCausalLM.from_config(config), ModelConfig(layout=layout)
+    )
 
 
 def packed(module: PackedCausalLM, batch: DataProto) -> Tensor:
@@ -96,7 +102,9 @@ def native(module: PackedCausalLM, batch: DataProto) -> Tensor:
     hidden = module.model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False
     ).last_hidden_state[0, row.predicting]
-    return linear_log_probs(hidden, module.model.get_output_embeddings().weight, None, row.targets)[0].mean()
+    return linear_log_probs(
+        hidden, module.model.get_output_embeddings().weight, None, row.targets
+    )[0].mean()
 
 
 def seconds(run: Callable[[], Tensor], module: torch.nn.Module) -> float:
@@ -112,27 +120,47 @@ def dynamic_batches(batch: DataProto, max_tokens: int) -> list[DataProto]:
     """The batch cut for the padded layout: rows of like length together, rows * longest within
     `max_tokens`.
     """
-    plan = plan_batch(batch.lengths.numpy(), ranks=1, max_tokens=max_tokens, layout="padded")
-    parts = [step.ranks[0] for mini_batch in plan.mini_batches for step in mini_batch.micro_steps]
-    return [DataProto.from_list([batch.slice(i, i + 1).tokens for i in part.tolist()]) for part in parts]
+    plan = plan_batch(
+        batch.lengths.numpy(), ranks=1, max_tokens=max_tokens, layout="padded"
+    )
+    parts = [
+        step.ranks[0] for mini_batch in plan.mini_batches for step in mini_batch.micro_steps
+    ]
+    return [
+        DataProto.from_list([batch.slice(i, i + 1).tokens for i in part.tolist()])
+        for part in parts
+    ]
 
 
 def part_layouts(repeats: int) -> str:
     lengths = long_tail_lengths(64, 40)
     batch, tokens = random_batch(lengths), sum(lengths)
-    ours, rows, theirs = model_of_20m("packed"), model_of_20m("padded"), model_of_20m("padded")
+    ours, rows, theirs = (
+        model_of_20m("packed"),
+        model_of_20m("padded"),
+        model_of_20m("padded"),
+    )
     theirs.model.set_attn_implementation("sdpa")
     parts = dynamic_batches(batch, 4 * max(lengths))
     ways = {
         "packed": (ours, [batch], packed),
         "transformers' packing (position_ids, sdpa, no cache)": (theirs, [batch], native),
-        f"padded, cut into {len(parts)} micro-batches of similar length": (rows, parts, padded),
+        f"padded, cut into {len(parts)} micro-batches of similar length": (
+            rows,
+            parts,
+            padded,
+        ),
         "padded": (rows, [batch], padded),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, (module, pieces, forward) in ways.items():
-            times[name].append(sum(seconds(lambda f=forward, m=module, b=b: f(m, b), module) for b in pieces))
+            times[name].append(
+                sum(
+                    seconds(lambda f=forward, m=module, b=b: f(m, b), module)
+                    for b in pieces
+                )
+            )
     base = median(times["packed"])
     lines = [
         f"A Qwen2 architecture of {sum(p.numel() for p in ours.parameters()) / 1e6:.0f}M parameters, 64 "
@@ -149,7 +177,9 @@ def part_layouts(repeats: int) -> str:
     return "\n".join(lines)
 
 
-def naive_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def naive_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
     """The whole matrix of logits at once."""
     all_log_probs = torch.nn.functional.linear(hidden, weight).log_softmax(-1)
     entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
@@ -171,12 +201,19 @@ def measure_log_probs(chunk_tokens: int | None, repeats: int, answer: object) ->
         if chunk_tokens is None:
             log_probs, entropy = naive_log_probs(hidden, weight, targets)
         else:
-            log_probs, entropy = linear_log_probs(hidden, weight, None, targets, chunk_tokens=chunk_tokens)
+            log_probs, entropy = linear_log_probs(
+                hidden, weight, None, targets, chunk_tokens=chunk_tokens
+            )
         (log_probs.mean() + 0.01 * entropy.mean()).backward()
         times.append(process_time() - start)
         hidden.grad = weight.grad = None
         del log_probs, entropy
-    answer.put((median(times), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20))
+    answer.put(
+        (
+            median(times),
+            (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20,
+        )
+    )
 
 
 def part_log_probs(repeats: int) -> str:
@@ -187,13 +224,23 @@ def part_log_probs(repeats: int) -> str:
         "| way | CPU s | peak GiB |",
         "| --- | --- | --- |",
     ]
-    for chunk_tokens in (None, ModelConfig().chunk_tokens("cuda"), ModelConfig().chunk_tokens("cpu")):
+    for chunk_tokens in (
+        None,
+        ModelConfig().chunk_tokens("cuda"),
+        ModelConfig().chunk_tokens("cpu"),
+    ):
         answer = context.Queue()
-        process = context.Process(target=measure_log_probs, args=(chunk_tokens, repeats, answer))
+        process = context.Process(
+            target=measure_log_probs, args=(chunk_tokens, repeats, answer)
+        )
         process.start()
         took, peak = answer.get()
         process.join()
-        name = "all logits at once" if chunk_tokens is None else f"chunks of {chunk_tokens} tokens"
+        name = (
+            "all logits at once"
+            if chunk_tokens is None
+            else f"chunks of {chunk_tokens} tokens"
+        )
         lines.append(f"| {name} | {took:.2f} | {peak:.2f} |")
     lines.append(
         "\nTarget: at most 0.5 GiB, and no slower than all at once. `model.logprob_chunk_tokens` sets the "
@@ -215,7 +262,9 @@ def part_tokens(repeats: int) -> str:
         "| --- | --- | --- |",
     ]
     for tokens, taken in times.items():
-        lines.append(f"| {tokens:,} | {median(taken):.2f} | {1e6 * median(taken) / tokens:.0f} |")
+        lines.append(
+            f"| {tokens:,} | {median(taken):.2f} | {1e6 * median(taken) / tokens:.0f} |"
+        )
     lines.append(
         "\nTarget: cost linear in the tokens. A mask of tokens x tokens would make the last column grow "
         "with the first."
@@ -231,7 +280,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    page, parts = HEADER, {"Layouts": part_layouts, "Log-probs without the logits": part_log_probs}
+    page, parts = (
+        HEADER,
+        {"Layouts": part_layouts, "Log-probs without the logits": part_log_probs},
+    )
     for title, measure in (parts | {"Cost of a packed row": part_tokens}).items():
         section = f"\n## {title}\n\n{measure(arguments.repeats)}\n"
         print(section, flush=True)

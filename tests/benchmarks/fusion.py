@@ -36,7 +36,10 @@ class FusedGraph(fx.Interpreter):
     """
 
     def __init__(
-        self, module: fx.GraphModule, tell: Callable[[int], None], counts: Callable[[bool], None]
+        self,
+        module: fx.GraphModule,
+        tell: Callable[[int], None],
+        counts: Callable[[bool], None],
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._tell, self._counts = tell, counts
@@ -58,13 +61,17 @@ class FusedGraph(fx.Interpreter):
 
 def name_of(node: fx.Node) -> str:
     return (
-        node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
+        node.target._schema.name.partition("::")[2]
+        if isinstance(node.target, torch._ops.OpOverload)
+        else ""
     )
 
 
 def is_alone(node: fx.Node) -> bool:
     name = name_of(node)
-    outside = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in (
+    outside = isinstance(
+        node.target, torch._ops.OpOverload
+    ) and node.target.namespace not in (
         "aten",
         "prims",
     )
@@ -92,7 +99,11 @@ def kernels(graph: fx.Graph, values: dict[fx.Node, Any]) -> Iterator[int]:
         if not made or node.op == "output":
             continue
         given = [read for read in node.all_input_nodes if tensors(values[read])]
-        memory = {tensor.untyped_storage()._cdata: read for read in given for tensor in tensors(values[read])}
+        memory = {
+            tensor.untyped_storage()._cdata: read
+            for read in given
+            for tensor in tensors(values[read])
+        }
         same = memory.get(made[0].untyped_storage()._cdata)
         if same is not None:
             holder[node] = holder[same]
@@ -109,7 +120,11 @@ def kernels(graph: fx.Graph, values: dict[fx.Node, Any]) -> Iterator[int]:
             inputs[node][held] += min(whole, size) if name_of(node) in LOOKUPS else whole
             readers[held].add(node)
         level[node] = max(
-            (level[held] + (held in ends or held not in group) for held in inputs[node] if held in level),
+            (
+                level[held] + (held in ends or held not in group)
+                for held in inputs[node]
+                if held in level
+            ),
             default=0,
         )
         if node.op == "placeholder":
@@ -131,7 +146,11 @@ def kernels(graph: fx.Graph, values: dict[fx.Node, Any]) -> Iterator[int]:
         members[node if node in ends else root(node)].append(node)
     for nodes in members.values():
         inside = set(nodes)
-        written = sum(nbytes(values[node]) for node in nodes if readers[node] - inside - ends or node in ends)
+        written = sum(
+            nbytes(values[node])
+            for node in nodes
+            if readers[node] - inside - ends or node in ends
+        )
         if not written:
             continue  # computed again where a sum needs it
         if nodes[0] in ends:
@@ -151,7 +170,12 @@ def behind(node: fx.Node, inputs: Any, group: Any, ends: Any, level: Any) -> set
     todo = [node]
     while todo:
         for held in inputs[todo.pop()]:
-            if held in group and held not in ends and level[held] == level[node] and held not in found:
+            if (
+                held in group
+                and held not in ends
+                and level[held] == level[node]
+                and held not in found
+            ):
                 found.add(held)
                 todo.append(held)
     return found

@@ -39,10 +39,20 @@ GOALS = """
 Goals: at most 1 ms a call at one token, and at most 10 % at 48 tokens and 16 sessions. Log-probs are vLLM's own work,
 in its sampler and for each token in its event loop. Two runs on a quiet machine differ by up to a fifth.
 """
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-TOOLS = {"tools": [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]}
-MESSAGES = {"model": "policy", "messages": [{"role": "user", "content": "What is 3 plus 5?"}]}
-CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # sessions, calls, tokens, options
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+}
+TOOLS = {
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+}
+MESSAGES = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "What is 3 plus 5?"}],
+}
+CASES: dict[
+    str, tuple[int, int, int, dict[str, Any]]
+] = {  # sessions, calls, tokens, options
     "1 token, 1 session": (1, 60, 1, {}),
     "1 token, 1 session, tools": (1, 60, 1, TOOLS),
     "48 tokens, 16 sessions": (16, 64, 48, {}),
@@ -67,14 +77,18 @@ class MeasuredActor(GatewayActor):
 
         generate = self.engine.generate
 
-        def with_log_probs(prompt: Any, parameters: Any, *more: Any, **named: Any) -> AsyncIterator[Any]:
+        def with_log_probs(
+            prompt: Any, parameters: Any, *more: Any, **named: Any
+        ) -> AsyncIterator[Any]:
             if LOG_PROBS in (parameters.extra_args or {}):
                 parameters.logprobs, parameters.flat_logprobs = 0, True
             return generate(prompt, parameters, *more, **named)
 
         self.engine.generate = with_log_probs  # type: ignore[method-assign, assignment]
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        app = await application(self.engine, self.model.path, *TurnParser(tokenizer, "", "", {}).names)
+        app = await application(
+            self.engine, self.model.path, *TurnParser(tokenizer, "", "", {}).names
+        )
         self.plain = type(self.gateway)(self.engine, self.model, self.config)
         await self.plain.listen(app)
         return self.plain.url
@@ -87,8 +101,15 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         remote = ray.remote(MeasuredActor).options(num_cpus=1, max_concurrency=100).remote
         rollout = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
-        settings = {"index": 0, "placement": "shared_memory", "max_model_tokens": 1024, "seed": 0}
-        self.actor = remote(ModelConfig(path=str(agent_model.save(folder / "model"))), rollout, **settings)
+        settings = {
+            "index": 0,
+            "placement": "shared_memory",
+            "max_model_tokens": 1024,
+            "seed": 0,
+        }
+        self.actor = remote(
+            ModelConfig(path=str(agent_model.save(folder / "model"))), rollout, **settings
+        )
         for method in ("start", "serve", "serve_plain"):
             self.url = self.call(method)
         self.rounds = 0
@@ -107,7 +128,10 @@ class Bench:
         )
         keys, body = ["none"], MESSAGES | {"max_tokens": tokens} | WAYS[way] | options
         if way == "gateway":
-            found = [self.call("open", f"{self.rounds}.{number}", **limits) for number in range(sessions)]
+            found = [
+                self.call("open", f"{self.rounds}.{number}", **limits)
+                for number in range(sessions)
+            ]
             urls, keys = [each.base_url for each in found], [each.key for each in found]
         else:
             body["min_tokens"] = tokens
@@ -117,17 +141,26 @@ class Bench:
             async def post(number: int) -> None:
                 place = number % len(urls)
                 async with turns:
-                    one, key = body | {"user": str(number)}, {"authorization": f"Bearer {keys[place]}"}
+                    one, key = (
+                        body | {"user": str(number)},
+                        {"authorization": f"Bearer {keys[place]}"},
+                    )
                     if way != "gateway":
-                        one["seed"] = turn_seed(7, number // sessions)  # so all ways sample the same texts
-                    answer = await client.post(f"{urls[place]}/chat/completions", json=one, headers=key)
+                        one["seed"] = turn_seed(
+                            7, number // sessions
+                        )  # so all ways sample the same texts
+                    answer = await client.post(
+                        f"{urls[place]}/chat/completions", json=one, headers=key
+                    )
                     assert answer.status_code == 200, answer.text
 
             await post(-1)
             before = self.call("spent")
             await asyncio.gather(*[post(number) for number in range(calls)])
             after = self.call("spent")
-        return [1000 * (end - begin) / calls for begin, end in zip(before, after, strict=True)]
+        return [
+            1000 * (end - begin) / calls for begin, end in zip(before, after, strict=True)
+        ]
 
 
 async def rows(bench: Bench, repeats: int) -> list[str]:
@@ -138,8 +171,13 @@ async def rows(bench: Bench, repeats: int) -> list[str]:
             for way, taken in times.items():
                 taken.append(await bench.measure(way, *settings))
         for place, measure in enumerate(MEASURES):
-            plain, probed, ours = (min(each[place] for each in taken) for taken in times.values())
-            columns = [f"{value:.2f}" for value in (plain, probed, ours, ours / plain, ours / probed)]
+            plain, probed, ours = (
+                min(each[place] for each in taken) for taken in times.values()
+            )
+            columns = [
+                f"{value:.2f}"
+                for value in (plain, probed, ours, ours / plain, ours / probed)
+            ]
             found.append(f"| {case} | {measure} | {' | '.join(columns)} |")
             print(found[-1], flush=True)
     return found

@@ -52,7 +52,10 @@ def one_after_the_other(run: OpenRun, steps: int, updates: int) -> None:
 
 
 def side_by_side(run: OpenRun, steps: int, updates: int) -> None:
-    asked, published = {policy: sample(run, policy) for policy in POLICIES}, list[Future[int]]()
+    asked, published = (
+        {policy: sample(run, policy) for policy in POLICIES},
+        list[Future[int]](),
+    )
     for number in range(steps):
         for policy in POLICIES:
             published.append(learn(run, policy, asked[policy].result(), updates))
@@ -68,7 +71,9 @@ WAYS: tuple[Callable[[OpenRun, int, int], None], ...] = (one_after_the_other, si
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="5M", help="of the model")
-    parser.add_argument("--steps", type=int, default=4, help="of each policy, in each round")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of each policy, in each round"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=2, help="on the samples of a step")
     arguments = parser.parse_args(argv)

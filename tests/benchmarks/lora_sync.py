@@ -26,7 +26,13 @@ from tests.workers.rollout.test_transfers import SIZES, save_model, start_replic
 from tests.workers.vision_families import PLACEHOLDERS, pictures, save_tiny_vision_model
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Image
-from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, SamplingConfig
+from workers.config.roles import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SamplingConfig,
+)
 from workers.engine.requests import SampleRequest
 from workers.engine.weights.weight_transfer import pack_weights
 from workers.images.images import digest_of, png_of
@@ -42,7 +48,12 @@ SAMPLING = SamplingConfig(max_new_tokens=24)
 VISION = "qwen2_5_vl"
 LORA = LoraConfig(rank=4, alpha=8.0)
 BESIDE_ABSORBED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 4096}
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "vocab_size": 4096,
+}
 EXPERTS = replace(LORA, target_parameters="experts.gate_up_proj,experts.down_proj")
 SEVERAL = "not offered: with `model.lora.policies` above 1 engines take adapters"
 HEADER = """# LoRA: what engines get, and what it costs
@@ -102,8 +113,18 @@ CASES = (
     Case("mixture of experts", "qwen3_moe"),
     Case("fused experts", "qwen3_moe", EXPERTS),
     Case("tensor parallel 2", "qwen2", parallel=ParallelConfig(tensor_parallel=2), ranks=2),
-    Case("expert parallel 2", "qwen3_moe", EXPERTS, ParallelConfig(expert_parallel=2), ranks=2),
-    Case("latent attention", "deepseek_v3", replace(LORA, target_modules=",".join(BESIDE_ABSORBED))),
+    Case(
+        "expert parallel 2",
+        "qwen3_moe",
+        EXPERTS,
+        ParallelConfig(expert_parallel=2),
+        ranks=2,
+    ),
+    Case(
+        "latent attention",
+        "deepseek_v3",
+        replace(LORA, target_modules=",".join(BESIDE_ABSORBED)),
+    ),
     Case("images", VISION),
     Case("two policies", "qwen2", replace(LORA, policies=2)),
     Case("dense, 27M parameters", "qwen2", replace(LORA, rank=16), sizes=LARGER),
@@ -128,8 +149,12 @@ def updated_policy(path: str, case: Case, name: str = "") -> TrainingEngine:
     if name:
         policy.use_adapters(name)
     generator = torch.Generator().manual_seed(len(name) + 1)
-    rows = [torch.randint(4, 256, (length,), generator=generator) for length in (40, 24, 9, 32)]
-    batch = DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows])
+    rows = [
+        torch.randint(4, 256, (length,), generator=generator) for length in (40, 24, 9, 32)
+    ]
+    batch = DataProto.from_list(
+        [{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows]
+    )
     if case.family == VISION:
         batch.objects["images"] = object_column([()] * len(rows))
     for _ in range(UPDATES):
@@ -153,7 +178,10 @@ def requests_of(path: str, case: Case, adapter: int) -> list[SampleRequest]:
     if case.family == VISION:
         return image_requests(path)
     random = np.random.default_rng(3)
-    prompts = [random.integers(4, SIZES["vocab_size"], size).astype(np.int32) for size in PROMPT_TOKENS]
+    prompts = [
+        random.integers(4, SIZES["vocab_size"], size).astype(np.int32)
+        for size in PROMPT_TOKENS
+    ]
     return [
         SampleRequest(f"{adapter}/{place}", 0, ids, seed=place, adapter=adapter)
         for place, ids in enumerate(prompts)
@@ -192,7 +220,9 @@ def sample_with(path: str, case: Case, payloads: list[Any]) -> Sampled:
     began = time.process_time()
     several = case.lora.policies > 1
     if several:
-        replica.load_adapters({place: Ready(files) for place, files in enumerate(payloads, 1)}, 1)
+        replica.load_adapters(
+            {place: Ready(files) for place, files in enumerate(payloads, 1)}, 1
+        )
     elif case.lora.sends_adapters:
         replica.update_adapters(payloads[0], 1)
     else:
@@ -211,7 +241,9 @@ def sample_with(path: str, case: Case, payloads: list[Any]) -> Sampled:
     for _ in range(ROUNDS):
         began = time.process_time()
         rows = replica.rows(many, SAMPLING)
-        rates.append(sum(int(row["loss_mask"].sum()) for row in rows) / (time.process_time() - began))
+        rates.append(
+            sum(int(row["loss_mask"].sum()) for row in rows) / (time.process_time() - began)
+        )
     replica.stop()
     return Sampled(batches, loading_seconds, max(rates))
 
@@ -233,12 +265,16 @@ def as_batch(rows: list[dict[str, Any]], requests: list[SampleRequest]) -> DataP
     batch = DataProto.from_list(columns)
     if any(request.images for request in requests):
         images = {request.prompt_ids.tobytes(): request.images for request in requests}
-        prompts = [row["input_ids"][~row["loss_mask"]].astype(np.int32).tobytes() for row in rows]
+        prompts = [
+            row["input_ids"][~row["loss_mask"]].astype(np.int32).tobytes() for row in rows
+        ]
         batch.objects["images"] = object_column([images[prompt] for prompt in prompts])
     return batch
 
 
-def differences_of(path: str, case: Case, name: str, batch: DataProto) -> tuple[np.ndarray, float]:
+def differences_of(
+    path: str, case: Case, name: str, batch: DataProto
+) -> tuple[np.ndarray, float]:
     """Return |engine - trainer| of every sampled token, and the mean |base model - trainer|."""
     policy = updated_policy(path, case, name)
     cut = [(0, len(batch))]
@@ -253,7 +289,10 @@ def differences_of(path: str, case: Case, name: str, batch: DataProto) -> tuple[
 def measure(case: Case, trainers: RankPool, engines: RankPool) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         path = save_case(case, Path(folder))
-        sent = [trainers.run(payload_of, case.ranks, path, case, name)[0] for name in case.policies]
+        sent = [
+            trainers.run(payload_of, case.ranks, path, case, name)[0]
+            for name in case.policies
+        ]
         payloads = [payload for payload, _ in sent]
         (sampled,) = engines.run(sample_with, 1, path, case, payloads)
         results = [
@@ -272,7 +311,11 @@ def measure(case: Case, trainers: RankPool, engines: RankPool) -> Measured:
 
 
 def bytes_of(payload: Any) -> int:
-    return sum(file.nbytes for file in payload.values()) if isinstance(payload, dict) else payload.nbytes
+    return (
+        sum(file.nbytes for file in payload.values())
+        if isinstance(payload, dict)
+        else payload.nbytes
+    )
 
 
 def line_of(case: Case, sync: str, trainers: RankPool, engines: RankPool) -> str:
@@ -281,7 +324,9 @@ def line_of(case: Case, sync: str, trainers: RankPool, engines: RankPool) -> str
     if case.lora.policies > 1 and sync == "merged":
         return f"{begin}{SEVERAL} |||||||"
     try:
-        result = measure(replace(case, lora=replace(case.lora, sync=sync)), trainers, engines)
+        result = measure(
+            replace(case, lora=replace(case.lora, sync=sync)), trainers, engines
+        )
     except RankError as error:
         reason = str(error).strip().splitlines()[-1].replace("|", "/")
         return f"{begin}{reason} |||||||"

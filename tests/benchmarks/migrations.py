@@ -39,7 +39,9 @@ class Attempt:
 
 def recipe_files(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
-        yield from sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+        yield from sorted(
+            path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()
+        )
 
 
 def attempt(path: Path) -> Attempt:
@@ -52,17 +54,25 @@ def attempt(path: Path) -> Attempt:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--show", action="store_true", help="print refusals, crashes and unknown keys")
+    parser.add_argument(
+        "--show", action="store_true", help="print refusals, crashes and unknown keys"
+    )
     options = parser.parse_args(arguments)
     attempts = [attempt(path) for path in recipe_files(options.folders)]
     if options.show:
         for result in attempts:
             unknown = result.migration.unknown if result.migration else []
-            print(f"{result.path}: {result.outcome} {result.crash or result.refusal or unknown}")
+            print(
+                f"{result.path}: {result.outcome} {result.crash or result.refusal or unknown}"
+            )
     systems = Counter(result.migration.system for result in attempts if result.migration)
-    print(f"{len(attempts)} files: {dict(Counter(result.outcome for result in attempts))}, {dict(systems)}")
+    print(
+        f"{len(attempts)} files: {dict(Counter(result.outcome for result in attempts))}, {dict(systems)}"
+    )
     return 1 if any(result.crash for result in attempts) else 0
 
 

@@ -17,16 +17,20 @@ from workers.config.roles import OptimizerConfig
 from workers.model.optimizer.optimizer import make_optimizer
 
 DOCUMENT = Path("docs/small-machines.md")
-HEADING = (
-    "| AdamW's state | even | four decades | 1,000 steps | shrinking |\n| --- | --- | --- | --- | --- |\n"
-)
+HEADING = "| AdamW's state | even | four decades | 1,000 steps | shrinking |\n| --- | --- | --- | --- | --- |\n"
 SHAPE = (64, 256)
 STEPS = 50
 RATE = 1e-3
 BETA2 = 0.999
 NEAREST = "bfloat16, rounded to nearest"
 TORCHAO = "torchao AdamW8bit"
-STATES = ("float32", "bfloat16", "int8", NEAREST, *((TORCHAO,) if find_spec("torchao") else ()))
+STATES = (
+    "float32",
+    "bfloat16",
+    "int8",
+    NEAREST,
+    *((TORCHAO,) if find_spec("torchao") else ()),
+)
 
 
 def even(generator: torch.Generator, steps: int = STEPS) -> Iterator[Tensor]:
@@ -107,7 +111,11 @@ def main() -> None:
             errors.append(f"{(error.norm() / exact.norm()).item():.2g}")
         rows.append(f"| {state} | {' | '.join(errors)} |\n")
     before, heading, after = DOCUMENT.read_text().partition(HEADING)
-    rest = [line for line in after.splitlines(keepends=True) if not line.startswith(tuple(map(_name, rows)))]
+    rest = [
+        line
+        for line in after.splitlines(keepends=True)
+        if not line.startswith(tuple(map(_name, rows)))
+    ]
     DOCUMENT.write_text(before + heading + "".join(rows + rest))
     print("".join(rows))
 

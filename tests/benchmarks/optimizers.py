@@ -12,8 +12,16 @@ from pathlib import Path
 from tests.benchmarks.algorithms import compare, draw, row
 
 MUON = "policy.optimizer.name=muon"
-OPTIMIZERS = {"adamw": (), "muon": (MUON,), "muon_8e-4": (MUON, "policy.optimizer.learning_rate=8e-4")}
-DOCUMENT, PICTURE, HEADING = Path("docs/optimizers.md"), Path("docs/optimizers.png"), "## Measured"
+OPTIMIZERS = {
+    "adamw": (),
+    "muon": (MUON,),
+    "muon_8e-4": (MUON, "policy.optimizer.learning_rate=8e-4"),
+}
+DOCUMENT, PICTURE, HEADING = (
+    Path("docs/optimizers.md"),
+    Path("docs/optimizers.png"),
+    "## Measured",
+)
 TEXT = f"""{HEADING}
 
 `python -m tests.benchmarks.optimizers`: the addition example with 32 prompts and 8 responses a step, at the
@@ -30,7 +38,9 @@ runs at four times the rate. Nothing else was tuned. Exact match of 512 held-out
 def main() -> None:
     """Run what is missing and write the page."""
     runs = compare(OPTIMIZERS, Path("runs/optimizers"), 20, __doc__)
-    table = "".join(row(run, *pair).removesuffix("|  |") + "|\n" for pair, run in runs.items())
+    table = "".join(
+        row(run, *pair).removesuffix("|  |") + "|\n" for pair, run in runs.items()
+    )
     DOCUMENT.write_text(DOCUMENT.read_text().partition(HEADING)[0] + TEXT + table)
     draw(runs, PICTURE)
     print(TEXT + table)

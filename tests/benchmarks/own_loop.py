@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for size in SIZES:
             options = make_inputs(Path(temporary), Setting(size))
-            settings = [*options, f"run.dir={temporary}/runs", f"run.steps={arguments.steps}"]
+            settings = [
+                *options,
+                f"run.dir={temporary}/runs",
+                f"run.steps={arguments.steps}",
+            ]
             found: dict[Callable[..., Path], list[float]] = {configured: [], own: []}
             for number in range(arguments.rounds):
                 for loop in found:

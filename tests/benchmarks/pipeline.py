@@ -48,10 +48,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="predicted time of each run")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="predicted time of each run"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--output", type=Path, help="markdown file to write, for example docs/pipeline-benchmark.md"
+        "--output",
+        type=Path,
+        help="markdown file to write, for example docs/pipeline-benchmark.md",
     )
     options = parser.parse_args()
     text = _table(options.seconds, options.repeats).markdown()
@@ -110,7 +114,9 @@ def emulated(pipeline: Pipeline, times: NDArray[np.float64]) -> float:
     ]  # the stages in a ring: number s joins s and s + 1
     ready, ended = context.Barrier(pipeline.stages), context.SimpleQueue()
     stages = [
-        context.Process(target=_stage, args=(pipeline, stage, times, pipes, ready, ended), daemon=True)
+        context.Process(
+            target=_stage, args=(pipeline, stage, times, pipes, ready, ended), daemon=True
+        )
         for stage in range(pipeline.stages)
     ]
     for stage in stages:
@@ -158,10 +164,14 @@ def _key(stage: int, action: Action) -> Key:
     return action.kind, action.micro_batch, action.chunk, stage
 
 
-def _durations(pipeline: Pipeline, stage: int, times: NDArray[np.float64]) -> Iterator[tuple[Action, float]]:
+def _durations(
+    pipeline: Pipeline, stage: int, times: NDArray[np.float64]
+) -> Iterator[tuple[Action, float]]:
     """Each action of a stage, and its seconds."""
     for action in actions(pipeline, stage, len(times)):
-        share = pipeline.shares[action.chunk * pipeline.stages + stage] / (1.0 + pipeline.backward)
+        share = pipeline.shares[action.chunk * pipeline.stages + stage] / (
+            1.0 + pipeline.backward
+        )
         factor = 1.0 if action.kind == "forward" else pipeline.backward
         yield action, float(times[action.micro_batch] * share * factor)
 

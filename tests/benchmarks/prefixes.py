@@ -52,9 +52,18 @@ GATED_DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 HYBRIDS: dict[str, dict[str, int]] = {
     "qwen3_5": GATED_DELTA,
     "qwen3_next": GATED_DELTA | {"moe_intermediate_size": 256},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "chunk_size": 64},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "chunk_size": 64,
+    },
     "lfm2": {},
-    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 16, "moe_intermediate_size": 256},
+    "kimi_linear": {
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "moe_intermediate_size": 256,
+    },
 }
 """Sizes of families with states."""
 IMAGE_TOKENS = (IMAGE // PATCH // 2) ** 2
@@ -69,10 +78,17 @@ def hybrid_model(family: str) -> PackedCausalLM:
     kinds = tiny_config(family).layer_types
     sizes = HYBRIDS[family] | {"layer_types": [*kinds[:1] * 3, *kinds[1:]]}
     config = tiny_config(
-        family, vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, **sizes
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        **sizes,
     )
     torch.manual_seed(0)
-    return packed_causal_lm(AutoModelForCausalLM.from_config(config), ModelConfig(layout="packed"))
+    return packed_causal_lm(
+        AutoModelForCausalLM.from_config(config), ModelConfig(layout="packed")
+    )
 
 
 def noise(generator: torch.Generator) -> Image:
@@ -92,12 +108,20 @@ def vision_model_of_20m() -> PackedCausalLM:
     processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": IMAGE**2}
     processor.tokenizer.model_max_length = 2 * IMAGE_TOKENS
     processor.save_pretrained(_folder().name)
-    config, text = warm_start.config(processor.tokenizer), model_of_20m("packed").model.config
+    config, text = (
+        warm_start.config(processor.tokenizer),
+        model_of_20m("packed").model.config,
+    )
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
         setattr(config.text_config, name, getattr(text, name))
     config.text_config.layer_types = text.layer_types
     config.text_config.rope_parameters["mrope_section"] = [8, 12, 12]  # half of a head
-    tower = {"depth": 6, "hidden_size": 256, "intermediate_size": 768, "out_hidden_size": text.hidden_size}
+    tower = {
+        "depth": 6,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "out_hidden_size": text.hidden_size,
+    }
     for name, value in tower.items():
         setattr(config.vision_config, name, value)
     torch.manual_seed(0)
@@ -125,7 +149,11 @@ class Workload:
     family: str = ""
 
     def __str__(self) -> str:
-        prompt = f"{IMAGE_TOKENS} of an image + {self.prompt - IMAGE_TOKENS}" if self.image else self.prompt
+        prompt = (
+            f"{IMAGE_TOKENS} of an image + {self.prompt - IMAGE_TOKENS}"
+            if self.image
+            else self.prompt
+        )
         model = f"{self.family}: " * bool(self.family)
         return f"{model}{prompt} / {self.response} / {self.samples} x {self.groups}"
 
@@ -147,10 +175,14 @@ class Workload:
             for sample in range(self.samples):
                 spread = (sample + 0.5) / self.samples + 0.5 if self.vary else 1.0
                 response = torch.randint(
-                    VOCABULARY, (max(1, round(spread * self.response)),), generator=generator
+                    VOCABULARY,
+                    (max(1, round(spread * self.response)),),
+                    generator=generator,
                 )
                 ids = torch.cat([prompt, response])
-                rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= self.prompt})
+                rows.append(
+                    {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= self.prompt}
+                )
         batch = DataProto.from_list(rows)
         if self.image:
             batch.objects["images"] = object_column(images)
@@ -203,7 +235,9 @@ def measured(workload: Workload, repeats: int) -> str:
     ways = {share: Passes(workload, share) for share in ("never", "auto")}
     for passes in ways.values():
         passes.run()
-    turns = [{share: passes.run() for share, passes in ways.items()} for _ in range(repeats)]
+    turns = [
+        {share: passes.run() for share, passes in ways.items()} for _ in range(repeats)
+    ]
     without, shared = (median(turn[share] for turn in turns) for share in ways)
     before, after = (peak_tensor_bytes(passes.run) for passes in ways.values())
     tokens, work = workload.saved

@@ -16,13 +16,31 @@ from typing import Any
 
 import numpy as np
 
-from balancing.time_model import Efficiency, Layout, Machine, ModelShape, Workload, machine_named, step_time
+from balancing.time_model import (
+    Efficiency,
+    Layout,
+    Machine,
+    ModelShape,
+    Workload,
+    machine_named,
+    step_time,
+)
 
 NEMO = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 VERL = "https://github.com/volcengine/verl/blob/main/docs/advance/fully_async.md"
 PRIME = "https://openreview.net/forum?id=yk3ICpEbv8"
-QWEN = {"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4}
-EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
+QWEN = {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+}
+EXPERTS = {
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
         **EXPERTS, (
@@ -64,7 +82,13 @@ class Figure:
 
 
 def _nemo(
-    model: str, gpus: int, samples: int, mean: float, longest: int, figure: float, **fields: Any
+    model: str,
+    gpus: int,
+    samples: int,
+    mean: float,
+    longest: int,
+    figure: float,
+    **fields: Any,
 ) -> Figure:
     """`updates` of the recipes: samples over T-GBS."""
     updates = fields.pop("updates", 1)
@@ -72,7 +96,9 @@ def _nemo(
         nodes=gpus // 8, recomputed=1.0, shared_prompts=False, max_tokens=longest, max_concurrent=1024,
         engine_gib=80 * (0.8 if fields.get("placement") == "apart" else 0.6), **fields,
     )  # fmt: skip
-    return Figure(model, machine_named("H100"), layout, samples, 32, mean, longest, figure, updates)
+    return Figure(
+        model, machine_named("H100"), layout, samples, 32, mean, longest, figure, updates
+    )
 
 
 FIGURES = (
@@ -137,13 +163,19 @@ def workload(figure: Figure) -> Workload:
     def lengths(median: float) -> np.ndarray:
         return np.minimum(figure.longest, median * noise)
 
-    median = _bisect(lambda value: float(lengths(value).mean()), figure.mean, 1.0, 100.0 * figure.longest)
+    median = _bisect(
+        lambda value: float(lengths(value).mean()), figure.mean, 1.0, 100.0 * figure.longest
+    )
     responses = np.maximum(1, lengths(median) - figure.prompt).astype(np.int64)
     prompts = np.full(figure.samples, figure.prompt)
-    return Workload(prompts, responses, figure.each, updates=figure.updates, forward_passes=1)
+    return Workload(
+        prompts, responses, figure.each, updates=figure.updates, forward_passes=1
+    )
 
 
-def _bisect(rising: Callable[[float], float], target: float, low: float, high: float) -> float:
+def _bisect(
+    rising: Callable[[float], float], target: float, low: float, high: float
+) -> float:
     for _ in range(60):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if rising(middle) < target else (low, middle)
@@ -153,18 +185,28 @@ def _bisect(rising: Callable[[float], float], target: float, low: float, high: f
 def scaled(factor: float) -> Efficiency:
     """All shares of the peak, multiplied."""
     kinds = ("matmul", "attention", "prefill", "elementwise", "decode", "link")
-    return replace(Efficiency(), **{name: factor * getattr(Efficiency(), name) for name in kinds})
+    return replace(
+        Efficiency(), **{name: factor * getattr(Efficiency(), name) for name in kinds}
+    )
 
 
 def row(figure: Figure) -> str:
     """A line of the table."""
-    shape, work, layout = ModelShape.from_model_config(CONFIGS[figure.model]), workload(figure), figure.layout
+    shape, work, layout = (
+        ModelShape.from_model_config(CONFIGS[figure.model]),
+        workload(figure),
+        figure.layout,
+    )
     gpus = layout.gpus
     found = step_time(shape, layout, work, figure.machine)
     speed = [work.tokens / seconds / gpus for seconds in found.step]
 
     def at(factor: float) -> float:
-        return work.tokens / step_time(shape, layout, work, figure.machine, scaled(factor)).seconds / gpus
+        return (
+            work.tokens
+            / step_time(shape, layout, work, figure.machine, scaled(factor)).seconds
+            / gpus
+        )
 
     factor = _bisect(at, figure.tokens_per_gpu, 0.01, 100.0)
     needed = f"{factor:.2f}" if factor < 50 else "none"
@@ -185,7 +227,13 @@ def verl() -> str:
     """What the model says of generation, with lengths for which it agrees about the update."""
     shape = ModelShape.from_model_config(CONFIGS["Qwen2.5-Math-7B"])
     layout = Layout(
-        nodes=4, dp=32, engines=32, engine_gib=48, recomputed=1.0, shared_prompts=False, max_tokens=28672
+        nodes=4,
+        dp=32,
+        engines=32,
+        engine_gib=48,
+        recomputed=1.0,
+        shared_prompts=False,
+        max_tokens=28672,
     )
     figure = Figure("Qwen2.5-Math-7B", H20, layout, 8192, 16, 0.0, 28672, 0.0, updates=16)
 

@@ -42,24 +42,45 @@ def measured(response: str, solution: str) -> dict[str, float]:
     return reward.reward(response, solution) | {"reward": 0.0}
 
 
-def validation(folder: Path, module: str, config: str, *overrides: str) -> dict[str, dict[str, float]]:
+def validation(
+    folder: Path, module: str, config: str, *overrides: str
+) -> dict[str, dict[str, float]]:
     """Return the scores before and after a run, which is made unless it is there."""
     if not (folder / "summary.json").exists():
         named = (f"run.dir={folder.parent}", f"run.name={folder.name}", "run.resume=auto")
-        subprocess.run([sys.executable, "-m", module, "--config", config, *named, *overrides], check=True)
-    found: dict[str, dict[str, float]] = json.loads((folder / "summary.json").read_text())["validation"]
+        subprocess.run(
+            [sys.executable, "-m", module, "--config", config, *named, *overrides],
+            check=True,
+        )
+    found: dict[str, dict[str, float]] = json.loads((folder / "summary.json").read_text())[
+        "validation"
+    ]
     return found
 
 
 def rows(folder: Path, seed: int, steps: int) -> list[str]:
     judge = folder / f"reward_model-{seed}"
-    ranked = validation(judge, "controller.reward_model", PAIRS, f"run.seed={seed}")["after"]["accuracy"]
-    scored = f"reward.model.path={judge}/model", "reward.function=tests.benchmarks.reward_model:measured"
+    ranked = validation(judge, "controller.reward_model", PAIRS, f"run.seed={seed}")[
+        "after"
+    ]["accuracy"]
+    scored = (
+        f"reward.model.path={judge}/model",
+        "reward.function=tests.benchmarks.reward_model:measured",
+    )
     found = []
     for penalty in PENALTIES:
-        run, given = folder / f"policy_kl_{penalty:g}-{seed}", f"algorithm.loss.kl_coefficient={penalty:g}"
+        run, given = (
+            folder / f"policy_kl_{penalty:g}-{seed}",
+            f"algorithm.loss.kl_coefficient={penalty:g}",
+        )
         policy = validation(
-            run, "controller.fit", CONFIG, *scored, given, f"run.steps={steps}", f"run.seed={seed}"
+            run,
+            "controller.fit",
+            CONFIG,
+            *scored,
+            given,
+            f"run.steps={steps}",
+            f"run.seed={seed}",
         )
         before, after = (policy[when]["exact_match"] for when in ("before", "after"))
         best = max(curve(run, "reward/exact_match")[1])
@@ -83,7 +104,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("runs/reward_models"))
     options = parser.parse_args()
-    found = [line for seed in options.seeds for line in rows(options.folder, seed, options.steps)]
+    found = [
+        line for seed in options.seeds for line in rows(options.folder, seed, options.steps)
+    ]
     before, _, rest = DOCUMENT.read_text().partition(START)
     section = SECTION.format(steps=options.steps) + "".join(found)
     DOCUMENT.write_text(before + START + section + END + rest.partition(END)[2])

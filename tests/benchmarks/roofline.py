@@ -76,11 +76,21 @@ WAYS = (
 )
 FEW, MANY = 2, 3
 Description = dict[str, Any]
-QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 131_072}
+QWEN2 = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_position_embeddings": 131_072,
+}
 
 
 def qwen2(
-    hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+    hidden: int,
+    wide: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    tied: bool,
 ) -> Description:
     return QWEN2 | {
         "hidden_size": hidden,
@@ -187,15 +197,22 @@ class Work:
         def add(mine: Any, theirs: Any) -> Any:
             if isinstance(mine, Counter):
                 return Counter(
-                    {name: mine[name] + times * theirs[name] for name in mine.keys() | theirs.keys()}
+                    {
+                        name: mine[name] + times * theirs[name]
+                        for name in mine.keys() | theirs.keys()
+                    }
                 )
             return mine + times * theirs
 
-        return Work(**{name: add(value, getattr(other, name)) for name, value in vars(self).items()})
+        return Work(
+            **{name: add(value, getattr(other, name)) for name, value in vars(self).items()}
+        )
 
     def seconds(self, operator: str) -> float:
         peak = ATTENTION_TFLOPS if is_attention(operator) else MATMUL_TFLOPS
-        return max(self.bytes[operator] / BANDWIDTH_TBPS, self.flops[operator] / peak) / 1e12
+        return (
+            max(self.bytes[operator] / BANDWIDTH_TBPS, self.flops[operator] / peak) / 1e12
+        )
 
 
 def is_attention(operator: str) -> bool:
@@ -210,7 +227,9 @@ def flops_of(operator: str, arguments: Any, inputs: list[Any]) -> float:
     if operator == "_grouped_mm":
         left, right = arguments[:2]
         per_token = right.shape[-1] if right.dim() == 3 else left.shape[0]
-        return 2.0 * (left.numel() * per_token if right.dim() == 3 else right.numel() * per_token)
+        return 2.0 * (
+            left.numel() * per_token if right.dim() == 3 else right.numel() * per_token
+        )
     if is_attention(operator):
         heads, size = next(tensor for tensor in inputs if tensor.dim() == 3).shape[1:]
         pairs = TOKENS * LONGEST / 2
@@ -232,10 +251,14 @@ def counting() -> Iterator[Work]:
 
     def tensors(value: Any, device: str = DEVICE) -> list[Tensor]:
         return [
-            leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device
+            leaf
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, Tensor) and leaf.device.type == device
         ]
 
-    def dispatch(mode: FakeGpu, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        mode: FakeGpu, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = plain(mode, operator, types, args, kwargs)
@@ -247,7 +270,9 @@ def counting() -> Iterator[Work]:
             from_host, to_host = tensors((args, kwargs), "cpu"), tensors(result, "cpu")
             if (from_host and outputs) or (to_host and inputs):
                 work.copies += bool(outputs)
-                pinned = (kwargs or {}).get("non_blocking") or args[2:3] == (True,)  # the host does not wait
+                pinned = (kwargs or {}).get("non_blocking") or args[2:3] == (
+                    True,
+                )  # the host does not wait
                 work.waits += not pinned
                 return result
         by_mask = name == "index" and any(
@@ -256,9 +281,17 @@ def counting() -> Iterator[Work]:
         work.waits += name == "_local_scalar_dense" or name in WAITS or by_mask
         if "c10d" in space:
             work.collective_bytes += max(tensor.nbytes for tensor in inputs + outputs)
-        elif name not in FREE and not name.startswith("sym_") and not is_view(operator, inputs, outputs):
+        elif (
+            name not in FREE
+            and not name.startswith("sym_")
+            and not is_view(operator, inputs, outputs)
+        ):
             moved = sum(tensor.nbytes for tensor in outputs)
-            moved = 2 * moved if name in LOOKUPS else moved + sum(tensor.nbytes for tensor in inputs)
+            moved = (
+                2 * moved
+                if name in LOOKUPS
+                else moved + sum(tensor.nbytes for tensor in inputs)
+            )
             work.kernels[name] += 1
             work.bytes[name] += moved
             work.flops[name] += int(flops_of(name, args, inputs))
@@ -307,20 +340,31 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
 
 def is_view(operator: Any, inputs: list[Any], outputs: list[Any]) -> bool:
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-    shared = outputs and all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
+    shared = outputs and all(
+        tensor.untyped_storage()._cdata in storages for tensor in outputs
+    )
     return bool(shared) and not operator._schema.is_mutable
 
 
-def micro_batch(layers: int, description: Description, checkpointing: str, experts: int = 1) -> Work:
+def micro_batch(
+    layers: int, description: Description, checkpointing: str, experts: int = 1
+) -> Work:
     """Return the work of one more micro-batch of an update. Runs inside `fake_gpus`."""
-    from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from workers.config.roles import (
+        LossConfig,
+        ModelConfig,
+        OptimizerConfig,
+        ParallelConfig,
+    )
     from workers.model.engine import TrainingEngine
     from workers.model.losses import Denominators, make_policy_loss
     from workers.model.memory import memory_trace
     from workers.model.memory.fake_gpu import DEVICE
 
     with memory_trace._folder(description, layers) as path:
-        model = ModelConfig(path=path, dtype="bfloat16", gradient_checkpointing=checkpointing)
+        model = ModelConfig(
+            path=path, dtype="bfloat16", gradient_checkpointing=checkpointing
+        )
         engine = TrainingEngine(
             model,
             optimizer=OptimizerConfig(),
@@ -328,11 +372,15 @@ def micro_batch(layers: int, description: Description, checkpointing: str, exper
             device=f"{DEVICE}:0",
             parallel=ParallelConfig(expert_parallel=experts),
         )
-    sequences, cuts = memory_trace.full_micro_batches(TOKENS, LONGEST, engine.vocabulary, 2, padded=False)
+    sequences, cuts = memory_trace.full_micro_batches(
+        TOKENS, LONGEST, engine.vocabulary, 2, padded=False
+    )
 
     def update(count: int) -> None:
         denominators = Denominators.of(sequences)
-        engine.forward_backward(sequences, cuts[:count], make_policy_loss(LossConfig()), denominators)
+        engine.forward_backward(
+            sequences, cuts[:count], make_policy_loss(LossConfig()), denominators
+        )
 
     update(1)
     found = []
@@ -343,15 +391,24 @@ def micro_batch(layers: int, description: Description, checkpointing: str, exper
     return found[1].plus(found[0], -1)
 
 
-def measure(description: Description, checkpointing: str, compiled: str, experts: int, answer: Any) -> None:
+def measure(
+    description: Description, checkpointing: str, compiled: str, experts: int, answer: Any
+) -> None:
     """In a separate process: the work of all layers."""
     from workers.model.memory.fake_gpu import fake_gpus
 
     if compiled != "nothing":
         compile_on_the_simulated_gpu(layers=compiled == "layers too")
     with fake_gpus(RANKS):
-        few, many = (micro_batch(layers, description, checkpointing, experts) for layers in (FEW, MANY))
-    answer.put(many.plus(many.plus(few, -1), (description["num_hidden_layers"] - MANY) / (MANY - FEW)))
+        few, many = (
+            micro_batch(layers, description, checkpointing, experts)
+            for layers in (FEW, MANY)
+        )
+    answer.put(
+        many.plus(
+            many.plus(few, -1), (description["num_hidden_layers"] - MANY) / (MANY - FEW)
+        )
+    )
     answer.close()
     answer.join_thread()
     os._exit(0)  # the backend has no destructor
@@ -362,22 +419,30 @@ def model_flops(description: Description) -> float:
     attention halved.
     """
     hidden, layers, heads = (
-        description[f"{name}"] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        description[f"{name}"]
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
     size = description.get("head_dim", hidden // heads)
     attention = hidden * size * (2 * heads + 2 * description["num_key_value_heads"])
-    experts, wide = description.get("num_experts_per_tok", 1), description.get("moe_intermediate_size")
+    experts, wide = (
+        description.get("num_experts_per_tok", 1),
+        description.get("moe_intermediate_size"),
+    )
     mlp = 3 * hidden * (wide or description["intermediate_size"]) * experts
     router = hidden * description.get("num_experts", 0)
     weights = layers * (attention + mlp + router) + hidden * description["vocab_size"]
     return TOKENS * (6 * weights + 6 * layers * heads * size * LONGEST)
 
 
-def row(name: str, checkpointing: str, compiled: str, experts: int) -> tuple[list[str], list[str]]:
+def row(
+    name: str, checkpointing: str, compiled: str, experts: int
+) -> tuple[list[str], list[str]]:
     """Return cells of DONE and of TOOK."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    process = context.Process(target=measure, args=(SIZES[name], checkpointing, compiled, experts, answer))
+    process = context.Process(
+        target=measure, args=(SIZES[name], checkpointing, compiled, experts, answer)
+    )
     process.start()
     work = answer.get()
     process.join()
@@ -385,7 +450,8 @@ def row(name: str, checkpointing: str, compiled: str, experts: int) -> tuple[lis
     computing = sum(seconds for operator, seconds in times.items() if work.flops[operator])
     total = sum(times.values())
     slowest = sorted(
-        (operator for operator in times if not work.flops[operator]), key=lambda each: -times[each]
+        (operator for operator in times if not work.flops[operator]),
+        key=lambda each: -times[each],
     )[:3]
     share = model_flops(SIZES[name]) / total / PEAK_TFLOPS[CARD] / 1e12
     names = [f"{name}, ep {experts}" if experts > 1 else name, checkpointing, compiled]

@@ -24,7 +24,13 @@ from controller.lifecycle.session import rare_collections
 from controller.planning.planner import prefix_columns
 from controller.rollout.samples import assemble
 from tests.benchmarks.balancing.__main__ import machine
-from workers.batch.dispatch import DispatchMode, Join, RankCoordinates, Split, split_arguments
+from workers.batch.dispatch import (
+    DispatchMode,
+    Join,
+    RankCoordinates,
+    Split,
+    split_arguments,
+)
 from workers.batch.score import Score
 from workers.engine.prefix_hashes import hashed_places
 from workers.engine.requests import SampleRequest, SampleResult
@@ -68,7 +74,9 @@ responses above 1,000 tokens stay with the tokens.
 def lengths_of(kind: str, count: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     if kind == "lognormal":
-        return np.clip(rng.lognormal(np.log(1500), 0.9, count), 16, LONGEST).astype(np.int64)
+        return np.clip(rng.lognormal(np.log(1500), 0.9, count), 16, LONGEST).astype(
+            np.int64
+        )
     long = np.minimum(LONGEST, rng.normal(14_000, 1_500, count)).astype(np.int64)
     return np.where(rng.random(count) < 0.6, rng.integers(100, 2_000, count), long)
 
@@ -81,7 +89,10 @@ def cases() -> Iterator[tuple[str, str, int, int, Callable[[], Plan]]]:
         settings = {"ranks": ranks, "max_tokens": CAP, "cost_model": COSTS} | options
         return name, kind, count, ranks, lambda: plan_batch(lengths, **settings)  # type: ignore[arg-type]
 
-    shared = {"prefix_groups": np.arange(SAMPLES) // SIZE, "prefix_lengths": np.full(SAMPLES, PROMPT)}
+    shared = {
+        "prefix_groups": np.arange(SAMPLES) // SIZE,
+        "prefix_lengths": np.full(SAMPLES, PROMPT),
+    }
     for kind in ("lognormal", "agentic"):
         yield case("plain", kind, 262_144, 512)
         yield case("plain", kind, 1 << 20, 4_096)
@@ -102,7 +113,11 @@ def plans(repeats: int) -> str:
             seconds.append(time.process_time() - start)
         stages = found.settings.pipeline.stages if found.settings.pipeline else 1
         over = (
-            float(found.predicted_makespans().sum() / (found.computed_workloads.sum() / ranks / stages)) - 1
+            float(
+                found.predicted_makespans().sum()
+                / (found.computed_workloads.sum() / ranks / stages)
+            )
+            - 1
         )
         steps = sum(part.steps for part in found.mini_batches)
         row = (
@@ -122,14 +137,19 @@ def plans(repeats: int) -> str:
 def resident() -> float:
     """MiB of this process."""
     (line,) = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS")
     ]
     return int(line.split()[1]) / 1024
 
 
 def step(number: int, ranks: list[RankCoordinates]) -> float:
     """Make a step of the driver. Returns MiB at its fullest: with the arguments of all ranks."""
-    rng, router = np.random.default_rng(number), Router(ENGINES, SAMPLES // ENGINES, max_retries=3)
+    rng, router = (
+        np.random.default_rng(number),
+        Router(ENGINES, SAMPLES // ENGINES, max_retries=3),
+    )
     prompts = [np.zeros(PROMPT, np.int32) for _ in range(SAMPLES // SIZE)]
     router.submit(
         SampleRequest(f"{row // SIZE}", row % SIZE, prompts[row // SIZE], row, priority=row)
@@ -140,7 +160,9 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
     for replica, requests in router.assign(range(ENGINES)).items():
         for request in requests:
             tokens = responses[request.seed]
-            own = request.seed.to_bytes(8, "little") + hashes[8:]  # no two responses begin alike
+            own = (
+                request.seed.to_bytes(8, "little") + hashes[8:]
+            )  # no two responses begin alike
             result = SampleResult(
                 request.uid,
                 request.sample,
@@ -153,21 +175,39 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
                 prefix_hashes=own,
             )
             router.finish(replica, result)
-            found.append((result, request.seed.to_bytes(28, "little")))  # instead of a reference
+            found.append(
+                (result, request.seed.to_bytes(28, "little"))
+            )  # instead of a reference
             scores[result.key] = Score(float(rng.random() < 0.5), "")
     rollout = assemble(found, scores)
     rollout.metrics()
     batch = rollout.rows
     groups = np.unique(batch["uid"], return_inverse=True)[1]
-    columns = (batch["prompt_hash"], batch["prompt_tokens"], batch["length"], batch["prefix_hashes"])
+    columns = (
+        batch["prompt_hash"],
+        batch["prompt_tokens"],
+        batch["length"],
+        batch["prefix_hashes"],
+    )
     prefixes = prefix_columns(*columns, minimum=0)
     plan = plan_batch(
-        batch["length"], ranks=RANKS, max_tokens=2 * CAP, cost_model=COSTS, groups=groups, **prefixes
+        batch["length"],
+        ranks=RANKS,
+        max_tokens=2 * CAP,
+        cost_model=COSTS,
+        groups=groups,
+        **prefixes,
     )
     plan_statistics(plan)
-    batch = batch.with_columns(group_number=groups, advantages=grpo(batch["reward"], groups))
+    batch = batch.with_columns(
+        group_number=groups, advantages=grpo(batch["reward"], groups)
+    )
     shares = split_arguments(
-        DispatchMode(Split.PLAN, Join.TOKENS, ()), ranks, (batch, plan), {}, put=lambda each: each
+        DispatchMode(Split.PLAN, Join.TOKENS, ()),
+        ranks,
+        (batch, plan),
+        {},
+        put=lambda each: each,
     )
     assert len(shares) == RANKS
     return resident()
@@ -176,7 +216,10 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
 def driver(steps: int) -> str:
     ranks = [RankCoordinates(number, number) for number in range(RANKS)]
     step(0, ranks)  # compiles
-    rows = ["| step | CPU seconds | MiB, fullest | MiB after it |", "| --- | --- | --- | --- |"]
+    rows = [
+        "| step | CPU seconds | MiB, fullest | MiB after it |",
+        "| --- | --- | --- | --- |",
+    ]
     for number in range(1, steps + 1):
         start = time.process_time()
         fullest = step(number, ranks)
@@ -197,7 +240,11 @@ def main() -> None:
         found = {"driver": driver(options.steps), "plans": plans(options.repeats)}
     if options.output:
         page = PAGE.format(
-            output=options.output, machine=machine(), repeats=options.repeats, steps=options.steps, **found
+            output=options.output,
+            machine=machine(),
+            repeats=options.repeats,
+            steps=options.steps,
+            **found,
         )
         options.output.write_text(page, encoding="utf-8")
 

@@ -68,7 +68,9 @@ class Watch:
     """
 
     rng: random.Random
-    memory: dict[tuple[str, int], list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    memory: dict[tuple[str, int], list[tuple[int, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     killed: Counter[str] = field(default_factory=Counter)
     shared_files: set[str] = field(default_factory=set)
     most_actors: int = 0
@@ -78,12 +80,20 @@ class Watch:
         self.most_actors = max(self.most_actors, len(ray.util.list_named_actors()))
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             try:
-                role = "driver" if process.pid == os.getpid() else role_of(" ".join(process.cmdline()))
+                role = (
+                    "driver"
+                    if process.pid == os.getpid()
+                    else role_of(" ".join(process.cmdline()))
+                )
                 if role:
                     # Without shared pages: those of the object store are its own, touched once here or there.
                     memory = process.memory_info()
-                    self.memory[role, process.pid].append((step, (memory.rss - memory.shared) / MIB))
-                self.shared_files |= set(SHARED_FILE.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+                    self.memory[role, process.pid].append(
+                        (step, (memory.rss - memory.shared) / MIB)
+                    )
+                self.shared_files |= set(
+                    SHARED_FILE.findall(Path(f"/proc/{process.pid}/maps").read_text())
+                )
             except (psutil.Error, OSError):
                 continue
 
@@ -104,7 +114,9 @@ class Watch:
             threading.Timer(MOMENTS_S, self.kill).start()
             return
         # A policy rank costs a start of everything, so it is drawn less often.
-        role = self.rng.choices(sorted(found), [1 if name == "policy" else 2 for name in sorted(found)])[0]
+        role = self.rng.choices(
+            sorted(found), [1 if name == "policy" else 2 for name in sorted(found)]
+        )[0]
         self.killed[role] += 1
         os.kill(self.rng.choice(found[role]), signal.SIGKILL)
 
@@ -119,13 +131,21 @@ class Watch:
             steps, resident = np.array(seen[len(seen) // 2 :]).T
             count, largest, steepest = found.get(role, (0, 0.0, -np.inf))
             slope = float(np.polyfit(steps, resident, 1)[0])
-            found[role] = count + 1, max(largest, float(max(resident))), max(steepest, slope)
+            found[role] = (
+                count + 1,
+                max(largest, float(max(resident))),
+                max(steepest, slope),
+            )
         return found
 
 
 def role_of(command: str) -> str:
     """Of a process, by its title; "" for those of no interest."""
-    titles = {"VLLM::EngineCore": "engine", "VllmEngineActor": "rollout", "PolicyWorker": "policy"}
+    titles = {
+        "VLLM::EngineCore": "engine",
+        "VllmEngineActor": "rollout",
+        "PolicyWorker": "policy",
+    }
     titles |= {"RewardWorker": "reward", "raylet/raylet": "raylet", "gcs_server": "gcs"}
     return next((role for title, role in titles.items() if title in command), "")
 
@@ -134,12 +154,21 @@ def main() -> int:
     """Run, print the table, return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=12, help="processes to kill, one in a step")
-    parser.add_argument("--until", type=int, help="the last step in which one is killed; half of --steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine-processes", action="store_true", help="engines in processes of their own")
     parser.add_argument(
-        "--max-staleness", type=int, default=0, help="steps for which groups are generated ahead"
+        "--kills", type=int, default=12, help="processes to kill, one in a step"
+    )
+    parser.add_argument(
+        "--until", type=int, help="the last step in which one is killed; half of --steps"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--engine-processes", action="store_true", help="engines in processes of their own"
+    )
+    parser.add_argument(
+        "--max-staleness",
+        type=int,
+        default=0,
+        help="steps for which groups are generated ahead",
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -162,7 +191,11 @@ def main() -> int:
     ray.shutdown()
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
     left |= {"processes": [process.name() for process in alive]}
-    left |= {"files in /dev/shm that hold 1 MiB or more": sorted(filter(holds_memory, watch.shared_files))}
+    left |= {
+        "files in /dev/shm that hold 1 MiB or more": sorted(
+            filter(holds_memory, watch.shared_files)
+        )
+    }
     lost, wrong = unaccounted(lines, trained, arguments.steps), problems(watch, left)
     page = report(arguments, watch, last, left, lost, wrong, time.monotonic() - begun)
     print(page)
@@ -183,28 +216,40 @@ def soak(folder: Path, arguments: argparse.Namespace, watch: Watch) -> RunWithFa
     steps, ahead = arguments.steps, arguments.max_staleness
     create_model(folder / "model", seed=0)
     data.write(folder / "train.jsonl", 64, seed=1, held_out=False)
-    overrides = [*SETTINGS, f"run.steps={steps}", f"run.dir={folder}", f"model.path={folder / 'model'}"]
+    overrides = [
+        *SETTINGS,
+        f"run.steps={steps}",
+        f"run.dir={folder}",
+        f"model.path={folder / 'model'}",
+    ]
     overrides += [f"rollout.max_staleness={ahead}"] if ahead else []
     # A step that is repeated is not disturbed again: what follows it is another step's.
     faults: dict[int, Fault] = dict.fromkeys(range(1, steps + 1), watch.look)
     faults |= dict.fromkeys(
-        watch.rng.sample(range(2, arguments.until + 1), arguments.kills), watch.look_and_kill
+        watch.rng.sample(range(2, arguments.until + 1), arguments.kills),
+        watch.look_and_kill,
     )
     return run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], faults)
 
 
-def unaccounted(lines: list[dict[str, Any]], trained: list[list[int]], steps: int) -> list[str]:
+def unaccounted(
+    lines: list[dict[str, Any]], trained: list[list[int]], steps: int
+) -> list[str]:
     """Steps that metrics.jsonl does not have once and with all of their samples, and prompts that
     lengths.jsonl does not have once with all of theirs, a sentence each.
     """
     wrong = []
     counts = Counter(place for places in trained for place in places)
     if counts != dict.fromkeys(range(steps * PROMPTS), SAMPLES // PROMPTS):
-        wrong.append("lengths.jsonl does not have every prompt in one step with all of its samples.")
+        wrong.append(
+            "lengths.jsonl does not have every prompt in one step with all of its samples."
+        )
     if [line["step"] for line in lines] != list(range(steps + 1)):
         wrong.append("metrics.jsonl does not have every step once.")
     lines = [line for line in lines[1:] if line["rollout/samples"] != SAMPLES]
-    return wrong + [f"step {line['step']} has {line['rollout/samples']:.0f} samples." for line in lines]
+    return wrong + [
+        f"step {line['step']} has {line['rollout/samples']:.0f} samples." for line in lines
+    ]
 
 
 def problems(watch: Watch, left: dict[str, list[str]]) -> list[str]:
@@ -212,7 +257,9 @@ def problems(watch: Watch, left: dict[str, list[str]]) -> list[str]:
     wrong = [f"{len(found)} {what} are left." for what, found in left.items() if found]
     slopes = watch.slopes()
     wrong += [
-        f"{role} grows by {s:.2f} MiB a step." for role, (_, _, s) in slopes.items() if s > FLAT_MIB_A_STEP
+        f"{role} grows by {s:.2f} MiB a step."
+        for role, (_, _, s) in slopes.items()
+        if s > FLAT_MIB_A_STEP
     ]
     return wrong
 
@@ -228,7 +275,9 @@ def report(
 ) -> str:
     """The page, in Markdown."""
     apart = arguments.engine_processes
-    option, kind = (" --engine-processes", " in processes of their own") if apart else ("", "")
+    option, kind = (
+        (" --engine-processes", " in processes of their own") if apart else ("", "")
+    )
     if ahead := arguments.max_staleness:
         option += f" --max-staleness {ahead}"
     killed = ", ".join(f"{count} x {role}" for role, count in sorted(watch.killed.items()))
@@ -263,7 +312,11 @@ def report(
             "| --- | ---: | ---: | ---: |",
             *rows,
             "",
-            *(["Not as it should be: " + " ".join(lost + wrong), ""] if lost + wrong else []),
+            *(
+                ["Not as it should be: " + " ".join(lost + wrong), ""]
+                if lost + wrong
+                else []
+            ),
         ]
     )
 

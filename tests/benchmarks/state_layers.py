@@ -59,7 +59,9 @@ class Layer(nn.Module):
 def build_layer(family: str) -> tuple[Layer, int]:
     """Return a layer with a family's mixer, and its hidden size."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family), dtype=torch.float32
+    ).eval()
     mixers = [mixer for layer in model.base_model.layers for mixer in find_mixers(layer)]
     return Layer(mixers[0]), model.config.get_text_config().hidden_size
 
@@ -110,13 +112,18 @@ def compare(family: str, lengths: list[int]) -> tuple[list[float], list[int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| layer | row | ms, one by one | ms, at once | faster | operators | at once | fewer |")
+    print(
+        "| layer | row | ms, one by one | ms, at once | faster | operators | at once | fewer |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, family in FAMILIES.items():
         for row, lengths in rows().items():
             (alone, together), (many, few) = compare(family, lengths)
             times = f"{1e3 * alone:.0f} | {1e3 * together:.0f} | {alone / together:.1f}"
-            print(f"| {name} | {row} | {times} | {many} | {few} | {many / few:.1f} |", flush=True)
+            print(
+                f"| {name} | {row} | {times} | {many} | {few} | {many / few:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ WAYS: dict[str, tuple[str, ...] | None] = {
     **({TRL: None} if find_spec("trl") else {}),
     "this system": (),
     "this system, model.share_prefixes=never": ("model.share_prefixes=never",),
-    "this system, rollout.max_staleness=1": ("rollout.max_staleness=1", "rollout.replicas=1"),
+    "this system, rollout.max_staleness=1": (
+        "rollout.max_staleness=1",
+        "rollout.replicas=1",
+    ),
 }
 HEADER = """# A step against a loop by hand
 
@@ -59,7 +62,11 @@ class HandWritten:
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.engine = LLM(
-            MODEL, dtype="float32", enforce_eager=True, max_model_len=96, kv_cache_memory_bytes=2**29
+            MODEL,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=96,
+            kv_cache_memory_bytes=2**29,
         )
         self.sampling = SamplingParams(
             n=SAMPLES,
@@ -79,7 +86,9 @@ class HandWritten:
     def step(self, number: int) -> int:
         """Sample, score, learn, load; returns the tokens of the step."""
         begin = number * PROMPTS % (len(self.records) - PROMPTS)
-        sequences, responses, advantages = self.sample(self.records[begin : begin + PROMPTS])
+        sequences, responses, advantages = self.sample(
+            self.records[begin : begin + PROMPTS]
+        )
         start = time.perf_counter()
         self.learn(sequences, responses, advantages)
         self.update_seconds = time.perf_counter() - start
@@ -88,32 +97,47 @@ class HandWritten:
         self.engine.reset_prefix_cache()
         return sum(map(len, sequences))
 
-    def sample(self, records: list[dict[str, str]]) -> tuple[list[list[int]], list[int], list[float]]:
+    def sample(
+        self, records: list[dict[str, str]]
+    ) -> tuple[list[list[int]], list[int], list[float]]:
         from examples.addition.reward import reward
 
         prompts: list[Any] = [
-            {"prompt_token_ids": self.tokenizer(record["prompt"])["input_ids"]} for record in records
+            {"prompt_token_ids": self.tokenizer(record["prompt"])["input_ids"]}
+            for record in records
         ]
         sequences, responses, advantages = [], [], []
         for record, output in zip(
-            records, self.engine.generate(prompts, self.sampling, use_tqdm=False), strict=True
+            records,
+            self.engine.generate(prompts, self.sampling, use_tqdm=False),
+            strict=True,
         ):
-            texts = [self.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in output.outputs]
+            texts = [
+                self.tokenizer.decode(one.token_ids, skip_special_tokens=True)
+                for one in output.outputs
+            ]
             rewards = [reward(text, record["solution"])["reward"] for text in texts]
             mean, deviation = statistics.mean(rewards), statistics.pstdev(rewards)
             advantages += [(value - mean) / (deviation + 1e-6) for value in rewards]
             responses += [len(one.token_ids) for one in output.outputs]
-            sequences += [[*output.prompt_token_ids, *one.token_ids] for one in output.outputs]
+            sequences += [
+                [*output.prompt_token_ids, *one.token_ids] for one in output.outputs
+            ]
         return sequences, responses, advantages
 
-    def learn(self, sequences: list[list[int]], responses: list[int], advantages: list[float]) -> None:
+    def learn(
+        self, sequences: list[list[int]], responses: list[int], advantages: list[float]
+    ) -> None:
         import torch
 
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         for begin in range(0, len(order), MICRO_BATCH):
             rows = order[begin : begin + MICRO_BATCH]
             width = max(len(sequences[i]) for i in rows)
-            ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)
+            ids, mask = (
+                torch.zeros(len(rows), width, dtype=torch.long),
+                torch.zeros(len(rows), width),
+            )
             attention = torch.zeros(len(rows), width, dtype=torch.long)
             for row, i in enumerate(rows):
                 length = len(sequences[i])
@@ -122,7 +146,9 @@ class HandWritten:
                 mask[row, length - responses[i] : length] = 1
             logits = self.model(input_ids=ids, attention_mask=attention).logits[:, :-1]
             log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-            ratio = (log_probs - log_probs.detach()).exp()  # one step on policy: the clip is never met
+            ratio = (
+                log_probs - log_probs.detach()
+            ).exp()  # one step on policy: the clip is never met
             weight = torch.tensor([advantages[i] for i in rows])[:, None] * mask[:, 1:]
             (-(ratio * weight).sum() / sum(responses)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -139,7 +165,13 @@ def by_hand(steps: int) -> None:
         seconds.append(time.perf_counter() - start)
         updates.append(loop.update_seconds)
     print(
-        json.dumps({"seconds": seconds[WARM_UP:], "updates": updates[WARM_UP:], "tokens": tokens[WARM_UP:]})
+        json.dumps(
+            {
+                "seconds": seconds[WARM_UP:],
+                "updates": updates[WARM_UP:],
+                "tokens": tokens[WARM_UP:],
+            }
+        )
     )
 
 
@@ -163,7 +195,10 @@ def by_trl(steps: int) -> None:
             seconds.append(time.perf_counter() - self.start)
 
     def score(completions: list[str], solution: list[str], **_: Any) -> list[float]:
-        return [reward(text, right)["reward"] for text, right in zip(completions, solution, strict=True)]
+        return [
+            reward(text, right)["reward"]
+            for text, right in zip(completions, solution, strict=True)
+        ]
 
     records = [json.loads(line) for line in Path(TRAIN).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
@@ -175,14 +210,25 @@ def by_trl(steps: int) -> None:
             shuffle_dataset=False, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
             report_to=[], disable_tqdm=True,
         )  # fmt: skip
-        GRPOTrainer(MODEL, score, arguments, Dataset.from_list(records), callbacks=[Clock()]).train()
+        GRPOTrainer(
+            MODEL, score, arguments, Dataset.from_list(records), callbacks=[Clock()]
+        ).train()
     nothing = [math.nan]
     print(json.dumps({"seconds": seconds[WARM_UP:], "updates": nothing, "tokens": nothing}))
 
 
 def measured_alone(loop: str, steps: int) -> dict[str, list[float]]:
-    command = [sys.executable, "-m", "tests.benchmarks.step", f"--{loop}", "--steps", str(steps)]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.step",
+        f"--{loop}",
+        "--steps",
+        str(steps),
+    ]
+    lines = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     found: dict[str, list[float]] = json.loads(lines[-1])
     return found
 
@@ -199,13 +245,27 @@ def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float
             "tracking.tensorboard=false",
             "data.shuffle=false",
         ]  # prompts in the order of the loop by hand
-        command = [sys.executable, "-m", "controller.fit", "--config", CONFIG, *settings, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "controller.fit",
+            "--config",
+            CONFIG,
+            *settings,
+            *overrides,
+        ]
         subprocess.run(command, check=True, capture_output=True)
-        lines = map(json.loads, (Path(folder) / "step/metrics.jsonl").read_text().splitlines())
+        lines = map(
+            json.loads, (Path(folder) / "step/metrics.jsonl").read_text().splitlines()
+        )
         found = [line for line in lines if "time/step_s" in line][WARM_UP:]
     seconds = [line["time/step_s"] for line in found]
     tokens = [line["time/step_s"] * line["throughput/tokens_per_s"] for line in found]
-    return {"seconds": seconds, "updates": [line["time/update_s"] for line in found], "tokens": tokens}
+    return {
+        "seconds": seconds,
+        "updates": [line["time/update_s"] for line in found],
+        "tokens": tokens,
+    }
 
 
 def pause_of_updates() -> str:
@@ -233,17 +293,25 @@ def main() -> None:
             steps = arguments.steps
             alone = "trl" if way == TRL else "by-hand"
             found[way].append(
-                measured_alone(alone, steps) if overrides is None else measured_run(steps, overrides)
+                measured_alone(alone, steps)
+                if overrides is None
+                else measured_run(steps, overrides)
             )
-            print(f"{way}: {statistics.median(found[way][-1]['seconds']):.2f} s", flush=True)
+            print(
+                f"{way}: {statistics.median(found[way][-1]['seconds']):.2f} s", flush=True
+            )
     medians = {
-        way: statistics.median(s for turn in turns for s in turn["seconds"]) for way, turns in found.items()
+        way: statistics.median(s for turn in turns for s in turn["seconds"])
+        for way, turns in found.items()
     }
-    page = HEADER.format(cores=len(os.sched_getaffinity(0)), steps=arguments.steps, rounds=arguments.rounds)
+    page = HEADER.format(
+        cores=len(os.sched_getaffinity(0)), steps=arguments.steps, rounds=arguments.rounds
+    )
     for way, turns in found.items():
         each = ", ".join(f"{statistics.median(turn['seconds']):.2f}" for turn in turns)
         tokens, update = (
-            statistics.median(one for turn in turns for one in turn[name]) for name in ("tokens", "updates")
+            statistics.median(one for turn in turns for one in turn[name])
+            for name in ("tokens", "updates")
         )
         ratio = medians[way] / next(iter(medians.values()))
         row = f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {update:.2f} | {tokens:,.0f} |\n"

@@ -35,10 +35,20 @@ from controller.preflight.time_fit import WARM_UP, read_measurements
 from controller.preflight.time_inputs import layout_of, shape_of, workload_of
 from examples.addition.warm_start import create_model
 
-PREDICTIONS, PAGE = Path("tests/benchmarks/step_time.json"), Path("docs/step-time-benchmark.md")
+PREDICTIONS, PAGE = (
+    Path("tests/benchmarks/step_time.json"),
+    Path("docs/step-time-benchmark.md"),
+)
 ROUNDS = Path("tests/benchmarks/step_time_measured.json")
 VOCABULARY, LONGEST, PROMPT, PROMPTS, STEPS = 64, 192, 96, 8, 6
-SIZES = {"1M": (128, 6), "2M": (128, 12), "5M": (256, 7), "8M": (256, 12), "11M": (512, 4), "20M": (512, 7)}
+SIZES = {
+    "1M": (128, 6),
+    "2M": (128, 12),
+    "5M": (256, 7),
+    "8M": (256, 12),
+    "11M": (512, 4),
+    "20M": (512, 7),
+}
 """Width and layers."""
 TWO_CORES = Cluster(nodes=1, cpus=2)
 
@@ -95,9 +105,14 @@ Goals: phases within 25 %, steps within 15 %, and the right order of any two run
 def make_inputs(folder: Path, setting: Setting) -> list[str]:
     """A random model and prompts in the folder; returns the command line's settings."""
     width, layers = SIZES[setting.size]
-    model, train = folder / f"model-{setting.size}", folder / f"prompts-{setting.prompt}.jsonl"
+    model, train = (
+        folder / f"model-{setting.size}",
+        folder / f"prompts-{setting.prompt}.jsonl",
+    )
     if not model.exists():
-        create_model(model, seed=0, width=width, layers=layers, vocabulary=VOCABULARY, positions=512)
+        create_model(
+            model, seed=0, width=width, layers=layers, vocabulary=VOCABULARY, positions=512
+        )
     rng = random.Random(0)
     rows = [
         {"prompt": "".join(rng.choices("0123456789", k=setting.prompt)), "solution": "12#3"}
@@ -129,9 +144,22 @@ def make_inputs(folder: Path, setting: Setting) -> list[str]:
 
 def run(folder: Path, setting: Setting, number: int) -> Path:
     """Make a run, and return its folder."""
-    options = [*make_inputs(folder, setting), f"run.dir={folder / 'runs'}", f"run.name={number}"]
-    command = [sys.executable, "-m", "controller.fit", "--config", str(folder / "config.yaml"), *options]
-    subprocess.run([*command, f"run.steps={WARM_UP + STEPS}"], check=True, stdout=subprocess.DEVNULL)
+    options = [
+        *make_inputs(folder, setting),
+        f"run.dir={folder / 'runs'}",
+        f"run.name={number}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "controller.fit",
+        "--config",
+        str(folder / "config.yaml"),
+        *options,
+    ]
+    subprocess.run(
+        [*command, f"run.steps={WARM_UP + STEPS}"], check=True, stdout=subprocess.DEVNULL
+    )
     return folder / "runs" / str(number)
 
 
@@ -157,11 +185,16 @@ def lengths_of(model: Path, train: Path) -> list[int]:
     return torch.where(ends.any(1), ends.argmax(1) + 1, LONGEST).tolist()
 
 
-def predicted(folder: Path, setting: Setting, machine: Machine, efficiency: Efficiency) -> StepTime:
+def predicted(
+    folder: Path, setting: Setting, machine: Machine, efficiency: Efficiency
+) -> StepTime:
     """Predict a setting, with the lengths that its model samples."""
     config = load(folder / "config.yaml", make_inputs(folder, setting))
     responses = lengths_of(Path(config.model.path), Path(config.data.train))
-    work, layout = workload_of(config, responses, [setting.prompt]), layout_of(config, TWO_CORES)
+    work, layout = (
+        workload_of(config, responses, [setting.prompt]),
+        layout_of(config, TWO_CORES),
+    )
     return step_time(shape_of(config), layout, work, machine, efficiency)
 
 
@@ -170,8 +203,10 @@ def phases_of(found: StepTime) -> dict[str, float]:
     seconds = {name: phase.seconds for name, phase in found.phases.items()}
     start_and_end = seconds["other"] / 3
     return {
-        "rollout": sum(seconds[name] for name in ("prefill", "decode", "reward")) + start_and_end,
-        "update": sum(seconds[name] for name in ("update", "collectives", "optimizer")) + start_and_end,
+        "rollout": sum(seconds[name] for name in ("prefill", "decode", "reward"))
+        + start_and_end,
+        "update": sum(seconds[name] for name in ("update", "collectives", "optimizer"))
+        + start_and_end,
         "weights": seconds["transfer"],
         "step": found.seconds,
     }
@@ -180,11 +215,19 @@ def phases_of(found: StepTime) -> dict[str, float]:
 def predict(folder: Path) -> dict[str, Any]:
     """Fit to the calibration runs, each made four times, and predict all settings."""
     found = [
-        read_measurements(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION * 4)
+        read_measurements(run(folder, setting, number))
+        for number, setting in enumerate(CALIBRATION * 4)
     ]
     machine, efficiency = fit(found, MACHINES["cpu"])
-    settings = {each.name: phases_of(predicted(folder, each, machine, efficiency)) for each in SETTINGS}
-    return {"machine": asdict(machine), "efficiency": asdict(efficiency), "predicted": settings}
+    settings = {
+        each.name: phases_of(predicted(folder, each, machine, efficiency))
+        for each in SETTINGS
+    }
+    return {
+        "machine": asdict(machine),
+        "efficiency": asdict(efficiency),
+        "predicted": settings,
+    }
 
 
 def observed(folder: Path, setting: Setting, number: int) -> dict[str, float]:
@@ -197,7 +240,9 @@ def observed(folder: Path, setting: Setting, number: int) -> dict[str, float]:
         "weights": "time/weights_s",
         "step": "time/step_s",
     }
-    return {name: statistics.median(row[key] for row in counted) for name, key in names.items()}
+    return {
+        name: statistics.median(row[key] for row in counted) for name, key in names.items()
+    }
 
 
 def medians(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -229,7 +274,9 @@ def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]])
         stale = "staleness 0" not in name  # phases overlap
         shown = {key: f"{said[key]:.2f} / {real[key]:.2f}" for key in real}
         cells = ["" if stale and key == "rollout" else text for key, text in shown.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} | {said['step'] / real['step'] - 1:+.0%} |")
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {said['step'] / real['step'] - 1:+.0%} |"
+        )
         near["steps"].append(abs(said["step"] / real["step"] - 1) <= 0.15)
         near["phases"] += [
             abs(said[key] / real[key] - 1) <= 0.25
@@ -237,7 +284,12 @@ def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]])
             if key != "step" and not (stale and key == "rollout")
         ]
     right, pairs = order(predictions, found)
-    made = {"calibration": len(CALIBRATION), "count": len(found), "rounds": len(rounds), "steps": STEPS}
+    made = {
+        "calibration": len(CALIBRATION),
+        "count": len(found),
+        "rounds": len(rounds),
+        "steps": STEPS,
+    }
     text = HEADER.format(**made, prompts=PROMPTS, prompt=PROMPT, longest=LONGEST)
     met = ", ".join(f"{sum(each)} of {len(each)} {name}" for name, each in near.items())
     goals = f"Within the goals: {met}, and the order of {right} of {pairs} pairs."
@@ -246,16 +298,26 @@ def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]])
         if len(rounds) > 1
         else ""
     )
-    return text + "\n".join(lines) + f"\n\nPredicted / measured. {goals} {noise}".rstrip() + "\n"
+    return (
+        text
+        + "\n".join(lines)
+        + f"\n\nPredicted / measured. {goals} {noise}".rstrip()
+        + "\n"
+    )
 
 
-def order(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> tuple[int, int]:
+def order(
+    predictions: dict[str, Any], found: dict[str, dict[str, float]]
+) -> tuple[int, int]:
     """Pairs of runs in the right order, and pairs that differ by more than 15 %."""
     names = list(found)
     pairs = [(a, b) for i, a in enumerate(names) for b in names[:i]]
-    pairs = [(a, b) for a, b in pairs if abs(found[a]["step"] / found[b]["step"] - 1) > 0.15]
+    pairs = [
+        (a, b) for a, b in pairs if abs(found[a]["step"] / found[b]["step"] - 1) > 0.15
+    ]
     right = [
-        (found[a]["step"] > found[b]["step"]) == (predictions[a]["step"] > predictions[b]["step"])
+        (found[a]["step"] > found[b]["step"])
+        == (predictions[a]["step"] > predictions[b]["step"])
         for a, b in pairs
     ]
     return sum(right), len(pairs)
@@ -277,7 +339,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for number, setting in enumerate(SETTINGS, start=100):
                 found[setting.name] = observed(folder, setting, number)
                 print(
-                    f"{setting.name}: {predictions[setting.name]}, measured {found[setting.name]}", flush=True
+                    f"{setting.name}: {predictions[setting.name]}, measured {found[setting.name]}",
+                    flush=True,
                 )
             rounds = [*(json.loads(ROUNDS.read_text()) if ROUNDS.exists() else []), found]
             ROUNDS.write_text(json.dumps(rounds, indent=1) + "\n")

@@ -60,13 +60,18 @@ def requests(count: int) -> list[SampleRequest]:
     """One sample each of `count` prompts that nothing shares."""
     rng = np.random.default_rng(count)
     prompts = rng.integers(3, 64, (count, PROMPT_TOKENS)).astype(np.int32)
-    return [SampleRequest(str(i), 0, ids, sample_seed(0, 0, str(i), 0)) for i, ids in enumerate(prompts)]
+    return [
+        SampleRequest(str(i), 0, ids, sample_seed(0, 0, str(i), 0))
+        for i, ids in enumerate(prompts)
+    ]
 
 
 async def sample(worker: VllmEngineActor, count: int) -> int:
     """Sample all; returns the tokens of the responses."""
     tokens = 0
-    async for part in worker.generate(requests(count), SamplingConfig(max_new_tokens=LONGEST)):
+    async for part in worker.generate(
+        requests(count), SamplingConfig(max_new_tokens=LONGEST)
+    ):
         results: Sequence[SampleResult] = part if isinstance(part, list) else ()
         tokens += sum(result.response_tokens for result in results)
     return tokens
@@ -88,7 +93,9 @@ async def measured(
         await worker.update_weights(payload, 1)
     tokens = await sampling
     return Run(
-        time.perf_counter() - start, tokens, tuple(load.seconds for load in await worker.take_weight_loads())
+        time.perf_counter() - start,
+        tokens,
+        tuple(load.seconds for load in await worker.take_weight_loads()),
     )
 
 
@@ -102,7 +109,10 @@ async def in_turns(
         for turn in range(rounds + 1):  # the first one is not counted
             for count in IN_FLIGHT:
                 without = await measured(worker, count, None)
-                pair = without, await measured(worker, count, payload, without.seconds / (2 * UPDATES))
+                pair = (
+                    without,
+                    await measured(worker, count, payload, without.seconds / (2 * UPDATES)),
+                )
                 found[count] += [pair] if turn else []
     finally:
         await worker.stop()
@@ -113,7 +123,9 @@ def row(count: int, kept: str, pairs: Sequence[tuple[Run, Run]]) -> str:
     """A line of the table."""
     without = statistics.median(one.seconds for one, _ in pairs)
     held = statistics.median(seconds for _, other in pairs for seconds in other.held)
-    lost = statistics.median((other.seconds - one.seconds) / len(other.held) for one, other in pairs)
+    lost = statistics.median(
+        (other.seconds - one.seconds) / len(other.held) for one, other in pairs
+    )
     speed = statistics.median(one.tokens / one.seconds for one, _ in pairs)
     return f"| {count} | {kept} | {without:.2f} | {held:.3f} | {lost:.3f} | {max(0.0, lost) * speed:,.0f} |\n"
 
@@ -128,7 +140,9 @@ def table(rounds: int, cores: int) -> str:
         code = "import pathlib; from tests.benchmarks import asynchronous as a; "
         make = f"{code}a.make_model(pathlib.Path({temporary!r}))"
         subprocess.run([sys.executable, "-c", make], check=True)
-        payload = pack_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
+        payload = pack_weights(
+            AutoModelForCausalLM.from_pretrained(folder).state_dict().items()
+        )
         for kept in KEPT:
             settings = RolloutConfig(max_staleness=1, kv_cache_after_update=kept)
             worker = VllmEngineActor(

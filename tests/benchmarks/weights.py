@@ -21,7 +21,13 @@ import numpy as np
 
 from examples.addition.reward import reward
 from workers.batch.dataproto import DataProto
-from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
+from workers.config.roles import (
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from workers.engine.requests import SampleRequest, sample_seed
 from workers.engine.weights.weight_delta import DeltaPacker, WeightFile
 from workers.engine.weights.weight_transfer import pack_weights
@@ -74,9 +80,12 @@ async def sample(engine: VllmEngineActor, step: int) -> DataProto:
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL.path)
     records = [
-        json.loads(line) for line in TRAIN.read_text().splitlines()[step * PROMPTS : (step + 1) * PROMPTS]
+        json.loads(line)
+        for line in TRAIN.read_text().splitlines()[step * PROMPTS : (step + 1) * PROMPTS]
     ]
-    prompts = [np.array(tokenizer(record["prompt"])["input_ids"], np.int32) for record in records]
+    prompts = [
+        np.array(tokenizer(record["prompt"])["input_ids"], np.int32) for record in records
+    ]
     requests = [
         SampleRequest(str(i), k, ids, sample_seed(step, 0, str(i), k))
         for i, ids in enumerate(prompts)
@@ -84,21 +93,29 @@ async def sample(engine: VllmEngineActor, step: int) -> DataProto:
     ]
     rows: dict[int, list[dict[str, Any]]] = {i: [] for i in range(PROMPTS)}
     block = DataProto.from_rows([])
-    async for part in engine.generate(requests, SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)):
+    async for part in engine.generate(
+        requests, SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)
+    ):
         if isinstance(part, DataProto):
             block = part
             continue
         for result in part:
             row = block.row(result.row)
-            text = tokenizer.decode(row["input_ids"][row["loss_mask"]], skip_special_tokens=True)
+            text = tokenizer.decode(
+                row["input_ids"][row["loss_mask"]], skip_special_tokens=True
+            )
             solution = records[int(result.uid)]["solution"]
             row = {name: row[name] for name in ("input_ids", "loss_mask")}
             rows[int(result.uid)].append(row | {"reward": reward(text, solution)["reward"]})
     for group in rows.values():
         rewards = np.array([row.pop("reward") for row in group])
-        for row, advantage in zip(group, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
+        for row, advantage in zip(
+            group, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True
+        ):
             row["advantages"] = np.full(len(row["input_ids"]), advantage, np.float32)
-    return DataProto.from_rows([row for group in rows.values() for row in group]).as_tensors()
+    return DataProto.from_rows(
+        [row for group in rows.values() for row in group]
+    ).as_tensors()
 
 
 async def measured(
@@ -116,8 +133,12 @@ async def measured(
     for step in range(steps + 1):
         if step:
             batch = await sample(engine, step)
-            cuts = [(begin, begin + MICRO_BATCH) for begin in range(0, len(batch), MICRO_BATCH)]
-            policy.forward_backward(batch, cuts, make_policy_loss(LossConfig()), Denominators.of(batch))
+            cuts = [
+                (begin, begin + MICRO_BATCH) for begin in range(0, len(batch), MICRO_BATCH)
+            ]
+            policy.forward_backward(
+                batch, cuts, make_policy_loss(LossConfig()), Denominators.of(batch)
+            )
             policy.optimizer_step()
         payload, metrics = packer.pack(policy.named_weights(policy.dtype, 0))
         whole = whole or payload.nbytes
@@ -125,7 +146,9 @@ async def measured(
         sent.set_result(payload)
         await engine.follow_weights([(version + step, sent)])
         (load,) = await engine.take_weight_loads()
-        found.append((metrics["weights_changed"].value, payload.nbytes / whole, load.seconds))
+        found.append(
+            (metrics["weights_changed"].value, payload.nbytes / whole, load.seconds)
+        )
     return found[1:]
 
 
@@ -134,7 +157,9 @@ def of_large_weights(share: float) -> str:
     import torch
 
     count = LARGE_MIB * 2**20 // (2 * MATRIX * MATRIX)
-    weights = {f"{i}": (torch.randn(MATRIX, MATRIX) * 0.02).bfloat16() for i in range(count)}
+    weights = {
+        f"{i}": (torch.randn(MATRIX, MATRIX) * 0.02).bfloat16() for i in range(count)
+    }
     packer, file = DeltaPacker(), WeightFile()
     whole, pack = timed(lambda: pack_weights(weights.items()))
     packer.pack(weights.items())
@@ -147,23 +172,35 @@ def of_large_weights(share: float) -> str:
     bits = {"": whole.nbytes * 8, "delta_": delta.nbytes * 8}
     networks = {f"{key}slow": size / 1e9 for key, size in bits.items()}
     networks |= {f"{key}fast": size / 1e11 for key, size in bits.items()}
-    times = {"pack": pack, "write": write, "delta_pack": delta_pack, "delta_write": delta_write}
+    times = {
+        "pack": pack,
+        "write": write,
+        "delta_pack": delta_pack,
+        "delta_write": delta_write,
+    }
     extra = max(delta_pack + delta_write - pack - write, 0.01)
     times |= {"extra": extra, "even": 8 * (whole.nbytes - delta.nbytes) / 1e9 / extra}
-    return LARGE.format(mib=LARGE_MIB, share=share, delta_mib=delta.nbytes / 2**20, **times, **networks)
+    return LARGE.format(
+        mib=LARGE_MIB, share=share, delta_mib=delta.nbytes / 2**20, **times, **networks
+    )
 
 
 async def page(steps: int) -> str:
     config = RolloutConfig(cpu_kv_cache_gib=0.25, weight_sync="delta")
-    engine = VllmEngineActor(MODEL, config, index=0, placement="shared_memory", max_model_tokens=96, seed=0)
-    await (
-        engine.start()
-    )  # before Numba is imported, which its thread stumbles over; it joins a process group of one
-    lines = HEADER.format(cores=len(os.sched_getaffinity(0)), steps=steps, prompts=PROMPTS, samples=SAMPLES)
+    engine = VllmEngineActor(
+        MODEL, config, index=0, placement="shared_memory", max_model_tokens=96, seed=0
+    )
+    # before Numba is imported, which its thread stumbles over; it joins a process group of one
+    await engine.start()
+    lines = HEADER.format(
+        cores=len(os.sched_getaffinity(0)), steps=steps, prompts=PROMPTS, samples=SAMPLES
+    )
     shares = []
     for number, rate in enumerate(RATES):
         found = await measured(engine, rate, steps, number * (steps + 1))
-        share, ratio, seconds = (statistics.median(column) for column in zip(*found, strict=True))
+        share, ratio, seconds = (
+            statistics.median(column) for column in zip(*found, strict=True)
+        )
         lines += f"| {rate:.0e} | {share:.2%} | {ratio:.1%} | {seconds:.3f} |\n"
         print(lines.splitlines()[-1], flush=True)
         shares.append(share)

@@ -47,7 +47,9 @@ def run_on_stand_ins(
     stand_ins: "StandIns", tmp_path: Path, stand_in_inputs: "Callable[[Config], Inputs]"
 ) -> "Callable[..., StandInRun]":
     """A whole run from overrides, in a second."""
-    return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], stand_in_inputs)
+    return lambda *overrides: stand_ins.run(
+        [f"run.dir={tmp_path}", *overrides], stand_in_inputs
+    )
 
 
 @pytest.fixture
@@ -56,7 +58,9 @@ def local_run(tmp_path: Path) -> "Iterator[Callable[..., LocalRun]]":
     from tests.controller.stand_ins.roles import LocalRun
 
     with ExitStack() as stack:
-        yield lambda *overrides: stack.enter_context(closing(LocalRun(tmp_path, *overrides)))
+        yield lambda *overrides: stack.enter_context(
+            closing(LocalRun(tmp_path, *overrides))
+        )
 
 
 @pytest.fixture

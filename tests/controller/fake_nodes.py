@@ -28,10 +28,16 @@ def configurations(nodes: int) -> dict[str, Config]:
     for config in (colocated, apart):
         config.resources.device, config.rollout.tensor_parallel = "cuda", 4
         config.policy.parallel.context_parallel = 2
-    colocated.policy.data_parallel, colocated.rollout.replicas = nodes * GPUS // 2, nodes * GPUS // 4
+    colocated.policy.data_parallel, colocated.rollout.replicas = (
+        nodes * GPUS // 2,
+        nodes * GPUS // 4,
+    )
     colocated.algorithm.loss.kl_coefficient = 0.1  # a reference beside the policy
     apart.rollout.placement = "apart"
-    apart.policy.data_parallel, apart.rollout.replicas = nodes * GPUS // 4, nodes * GPUS // 8
+    apart.policy.data_parallel, apart.rollout.replicas = (
+        nodes * GPUS // 4,
+        nodes * GPUS // 8,
+    )
     return {"colocated": colocated, "apart": apart}
 
 
@@ -42,12 +48,18 @@ def placements(nodes: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, config in configurations(nodes).items():
         reservations = {pool.name: reserve(pool, 60) for pool in pools(config)}
-        bundles = {pool: nodes_of(reservation.group) for pool, reservation in reservations.items()}
+        bundles = {
+            pool: nodes_of(reservation.group) for pool, reservation in reservations.items()
+        }
         ranks = {
             pool: [bundles[pool][bundle] for bundle in reservation.bundle_of_rank]
             for pool, reservation in reservations.items()
         }
-        asked = ask(reservations["training"], training_pool(config)) if name == "colocated" else []
+        asked = (
+            ask(reservations["training"], training_pool(config))
+            if name == "colocated"
+            else []
+        )
         found[name] = {"bundles": bundles, "ranks": ranks, "asked": asked}
         for reservation in reservations.values():
             reservation.release()
@@ -66,7 +78,8 @@ def ask(reservation: Any, pool: Pool) -> list[tuple[int, str, list[str]]]:
 
     ranks = [0, pool.engine_ranks - 1, len(pool.bundles) - 1]
     actors = [
-        (rank, Actor.options(scheduling_strategy=reservation.strategy(rank)).remote()) for rank in ranks * 2
+        (rank, Actor.options(scheduling_strategy=reservation.strategy(rank)).remote())
+        for rank in ranks * 2
     ]
     return [(rank, *ray.get(actor.sees.remote())) for rank, actor in actors]
 
@@ -74,15 +87,25 @@ def ask(reservation: Any, pool: Pool) -> list[tuple[int, str, list[str]]]:
 @contextmanager
 def cluster_of(nodes: int) -> Iterator[None]:
     """A connection to a new cluster, which ends; about 4 s a node."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short: there are sockets in it
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", dir="/tmp"
+    ) as folder:  # short: there are sockets in it
         os.environ["RAY_TMPDIR"] = folder
         import ray
         from ray.cluster_utils import Cluster
 
-        node = {"wait": False, "num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": OBJECT_STORE_BYTES}
+        node = {
+            "wait": False,
+            "num_cpus": CPUS,
+            "num_gpus": GPUS,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
         cluster = Cluster()
         try:
-            head = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+            head = {
+                "include_dashboard": False,
+                "_system_config": {"prestart_worker_first_driver": False},
+            }
             cluster.add_node(**node, **head)
             for _ in range(nodes - 1):
                 cluster.add_node(**node)

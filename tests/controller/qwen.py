@@ -16,7 +16,12 @@ QWEN = {
 }
 """hidden size, feed-forward width, layers, heads, key-value heads, vocabulary, tied"""
 
-PARAMETERS = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "7B": 7_615_616_512, "32B": 32_763_876_352}
+PARAMETERS = {
+    "0.5B": 494_032_768,
+    "1.5B": 1_543_714_304,
+    "7B": 7_615_616_512,
+    "32B": 32_763_876_352,
+}
 """As the files of the hub state them."""
 
 
@@ -53,7 +58,13 @@ def _write_snapshot(cache: Path, name: str, description: dict[str, object]) -> P
 def write_hub(cache: Path) -> None:
     """A local hub cache with Qwen/Qwen2.5-{size}-Instruct of every size."""
     for size in QWEN:
-        snapshot = _write_snapshot(cache, f"Qwen2.5-{size}-Instruct", qwen_description(size))
-        write_weight_file(snapshot / "model.safetensors", qwen2_weights(qwen_description(size)))
+        snapshot = _write_snapshot(
+            cache, f"Qwen2.5-{size}-Instruct", qwen_description(size)
+        )
+        write_weight_file(
+            snapshot / "model.safetensors", qwen2_weights(qwen_description(size))
+        )
         write_tokenizer(snapshot)
-        (snapshot / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+        (snapshot / "tokenizer_config.json").write_text(
+            '{"chat_template": "{{ messages }}"}'
+        )

@@ -21,7 +21,9 @@ def run(stand_ins: StandIns, tmp_path: Path) -> Run:
     """The metrics of the only step of a run."""
 
     def metrics(*overrides: str) -> dict[str, float]:
-        (step,) = stand_ins.run([f"run.dir={tmp_path}", "run.steps=1", *overrides]).outcome.steps
+        (step,) = stand_ins.run(
+            [f"run.dir={tmp_path}", "run.steps=1", *overrides]
+        ).outcome.steps
         return step
 
     return metrics
@@ -63,28 +65,41 @@ def test_p8_load_balance_is_another_name_and_none_is_not(
     assert (moves["karmarkar_karp"] > 0) == bool(share)
 
 
-def test_v3_d7_a_step_tells_three_imbalances_and_the_padding_that_is_not_computed(run: Run) -> None:
+def test_v3_d7_a_step_tells_three_imbalances_and_the_padding_that_is_not_computed(
+    run: Run,
+) -> None:
     metrics = run()
     given, alone, planned = (
-        metrics[f"balance/imbalance{when}/micro_steps"] for when in ("_before", "_karmarkar_karp", "")
+        metrics[f"balance/imbalance{when}/micro_steps"]
+        for when in ("_before", "_karmarkar_karp", "")
     )
     assert given >= planned - 1e-9 and alone >= 0.0
     # 4 sequences in a tensor of 8 + 8 tokens; nothing is padded.
     tokens = metrics["tokens/update"]
     assert metrics["balance/padding_removed/width"] == pytest.approx(1 - tokens / (4 * 16))
-    assert metrics["balance/padding_removed/longest_row"] < metrics["balance/padding_removed/width"]
+    assert (
+        metrics["balance/padding_removed/longest_row"]
+        < metrics["balance/padding_removed/width"]
+    )
 
 
 def test_the_command_explains_a_step_with_what_the_run_planned_with(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = run("batch.mini_batches=2", "batch.split_by=group", "batch.prompts_per_step=4")
+    metrics = run(
+        "batch.mini_batches=2", "batch.split_by=group", "batch.prompts_per_step=4"
+    )
     record = run_step(tmp_path / "run")
     groups, arguments = np.array(record["groups"]), recorded_arguments(record)
     first, second = arguments["mini_batches"]
     assert not set(groups[first]) & set(groups[second])
     plan = plan_batch(read_lengths(tmp_path / "run"), **arguments)
-    assert plan_statistics(plan)["predicted_time/total"] == metrics["balance/predicted_time/total"]
+    assert (
+        plan_statistics(plan)["predicted_time/total"]
+        == metrics["balance/predicted_time/total"]
+    )
     capsys.readouterr()
     assert main([str(tmp_path / "run")]) == 0
-    assert "ranks: 2, mini-batches: 2, max_tokens=64" in " ".join(capsys.readouterr().out.split())
+    assert "ranks: 2, mini-batches: 2, max_tokens=64" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -68,7 +68,11 @@ returns, mixes, counts, parts = map(optimizer, BROKEN)
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_optimizer_that_breaks_a_rule_is_refused(name: str) -> None:
-    key, place, like_it = "critic.optimizer.function", f"{__name__}:{name}", f"{__name__}:sound"
+    key, place, like_it = (
+        "critic.optimizer.function",
+        f"{__name__}:{name}",
+        f"{__name__}:sound",
+    )
     try_optimizer(key, like_it, OptimizerConfig(name="custom", function=like_it), 3)
     with refused(key):
         try_optimizer(key, place, OptimizerConfig(name="custom", function=place), 3)

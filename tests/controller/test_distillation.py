@@ -16,13 +16,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from controller.config import load
 from controller.lifecycle.model_checks import check_models
 from examples.addition.warm_start import create_model, tokenizer
-from tests.controller.stand_ins.run import SETTINGS, StandInRun, StandIns, write_stand_in_workspace
+from tests.controller.stand_ins.run import (
+    SETTINGS,
+    StandInRun,
+    StandIns,
+    write_stand_in_workspace,
+)
 from tests.workers.model.reference import divergence
 from workers.batch.remote_batch import RemoteBatch
 from workers.errors import ConfigError, DataError
 
 Run = Callable[..., StandInRun]
-TAUGHT = ("teacher.path=teacher", "algorithm.loss.distillation.coefficient=0.5", "run.steps=1")
+TAUGHT = (
+    "teacher.path=teacher",
+    "algorithm.loss.distillation.coefficient=0.5",
+    "run.steps=1",
+)
 ALONE = ("algorithm.advantage=none", "reward.function=''")
 
 
@@ -34,12 +43,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(path / "model")
     config.vocab_size, config.hidden_size = config.vocab_size + 4, 2 * config.hidden_size
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path / "teacher")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        path / "teacher"
+    )
     create_model(path / "near", seed=2)
     file = path / "prompts.jsonl"
     known = [json.loads(line) for line in file.read_text().splitlines()]
-    taught = [{"who": ("teacher", "near")[i % 2], "hint": "#" * (1 + i)} for i in range(len(known))]
-    file.write_text("".join(json.dumps(one | other) + "\n" for one, other in zip(known, taught, strict=True)))
+    taught = [
+        {"who": ("teacher", "near")[i % 2], "hint": "#" * (1 + i)}
+        for i in range(len(known))
+    ]
+    file.write_text(
+        "".join(
+            json.dumps(one | other) + "\n" for one, other in zip(known, taught, strict=True)
+        )
+    )
     return path
 
 
@@ -58,7 +76,12 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return lambda *overrides: stand_ins.run([*settings, *overrides])
 
 
-SEVERAL = ("teacher.path=''", "teacher.paths={teacher: teacher, near: near}", "teacher.key=who", *ALONE)
+SEVERAL = (
+    "teacher.path=''",
+    "teacher.paths={teacher: teacher, near: near}",
+    "teacher.key=who",
+    *ALONE,
+)
 HINTS = ("teacher.context_key=hint", "teacher.context_template='{context}={prompt}'")
 LONG = (
     f"teacher.context_template='{120 * '#'}{{context}}{{prompt}}'",
@@ -90,7 +113,11 @@ def test_the_loss_is_that_of_both_models_distributions(
     for index, record in enumerate(records(batches[0])):
         row, hint = rows.row(index), HINTS[0] in others and record["hint"] + "="
         teacher = (
-            record["who"] if SEVERAL[1] in others else "model" if "teacher.path=''" in others else "teacher"
+            record["who"]
+            if SEVERAL[1] in others
+            else "model"
+            if "teacher.path=''" in others
+            else "teacher"
         )
         log_p = log_probs("model", row["input_ids"])
         log_q = log_probs(teacher, row["input_ids"], hint or "")
@@ -103,13 +130,16 @@ def test_the_loss_is_that_of_both_models_distributions(
             top = common.topk(3).indices
             parts = [part.exp().gather(-1, top) for part in (log_p, log_q)]
             found = divergence(
-                kind, *(torch.cat([part, 1 - part.sum(-1, keepdim=True)], -1) for part in parts)
+                kind,
+                *(torch.cat([part, 1 - part.sum(-1, keepdim=True)], -1) for part in parts),
             )
         distances.append(found[row["loss_mask"][1:]])
     expected = torch.cat(distances).mean().item()
     assert metrics["policy/teacher_divergence"] == pytest.approx(expected, rel=1e-6)
     if others == ALONE and over == "vocabulary":
-        weights = torch.cat([torch.full_like(part, 1 / (len(distances) * len(part))) for part in distances])
+        weights = torch.cat(
+            [torch.full_like(part, 1 / (len(distances) * len(part))) for part in distances]
+        )
         assert metrics["policy/loss"] == pytest.approx(
             0.5 * (torch.cat(distances) * weights).sum().item(), rel=1e-6
         )
@@ -141,11 +171,17 @@ def log_probs(model: str, ids: torch.Tensor, before: str = "") -> torch.Tensor:
         ("teacher.path", ("algorithm.loss.distillation.coefficient=0",)),
         (
             "algorithm.loss.distillation.divergence",
-            ("algorithm.loss.distillation.over=token", "algorithm.loss.distillation.divergence=jsd"),
+            (
+                "algorithm.loss.distillation.over=token",
+                "algorithm.loss.distillation.divergence=jsd",
+            ),
         ),
         (
             "algorithm.loss.distillation.top_k",
-            ("algorithm.loss.distillation.over=vocabulary", "algorithm.loss.distillation.top_k=8"),
+            (
+                "algorithm.loss.distillation.over=vocabulary",
+                "algorithm.loss.distillation.top_k=8",
+            ),
         ),
         ("algorithm.zero_variance_groups", ("algorithm.zero_variance_groups=drop",)),
         ("teacher.path", SEVERAL[1:]),
@@ -156,18 +192,30 @@ def log_probs(model: str, ids: torch.Tensor, before: str = "") -> torch.Tensor:
         ("teacher.context_template", HINTS[1:]),
         ("model.router_replay", (*HINTS, "teacher.path=''", "model.router_replay=replay")),
         ("teacher.cpu_offload", (*HINTS, "teacher.path=''", "teacher.cpu_offload=true")),
-        ("teacher.forward_max_tokens_per_micro_batch=16", (*HINTS, "policy.max_tokens_per_micro_batch=16")),
+        (
+            "teacher.forward_max_tokens_per_micro_batch=16",
+            (*HINTS, "policy.max_tokens_per_micro_batch=16"),
+        ),
         ("teacher.path=teacher", (HINTS[0], *LONG)),
         ("model.path=model", (HINTS[0], *LONG, "teacher.path=''")),
-        ("prompts.jsonl: record 2", (SEVERAL[0], SEVERAL[2], "teacher.paths={teacher: teacher}")),
+        (
+            "prompts.jsonl: record 2",
+            (SEVERAL[0], SEVERAL[2], "teacher.paths={teacher: teacher}"),
+        ),
         ("prompts.jsonl record 1", (*HINTS, "teacher.context_key=solution")),
         (
             "algorithm.advantage",
-            ("algorithm.advantage=none", "teacher.path=''", "algorithm.loss.distillation.coefficient=0"),
+            (
+                "algorithm.advantage=none",
+                "teacher.path=''",
+                "algorithm.loss.distillation.coefficient=0",
+            ),
         ),
     ],
 )
-def test_what_cannot_teach_is_refused(run: Run, setting: str, others: tuple[str, ...]) -> None:
+def test_what_cannot_teach_is_refused(
+    run: Run, setting: str, others: tuple[str, ...]
+) -> None:
     with pytest.raises((ConfigError, DataError)) as refused:
         run(*TAUGHT, *others)
     assert str(refused.value).startswith(setting)
@@ -184,7 +232,10 @@ def test_a_teacher_of_other_tokens_and_a_top_of_all_tokens_are_refused(
     one, other = list(vocabulary)[-2:]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     file.write_text(json.dumps(content))
-    config = load(None, [*SETTINGS, *TAUGHT, "resources.device=cpu", "rollout.placement=shared_memory"])
+    config = load(
+        None,
+        [*SETTINGS, *TAUGHT, "resources.device=cpu", "rollout.placement=shared_memory"],
+    )
     with pytest.raises(ConfigError) as refused:
         check_models(config)
     assert str(refused.value).startswith("algorithm.loss.distillation.top_k=64")

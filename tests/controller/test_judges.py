@@ -29,14 +29,22 @@ CHARACTERS = tokenizer()
 Run = Callable[..., StandInRun]
 END = CHARACTERS.eos_token_id
 NO_GRADE = CHARACTERS.convert_tokens_to_ids("=")
-JUDGE = ("data.validation=", "reward.judge.max_prompt_tokens=99", "reward.judge.sampling.max_new_tokens=8")
+JUDGE = (
+    "data.validation=",
+    "reward.judge.max_prompt_tokens=99",
+    "reward.judge.sampling.max_new_tokens=8",
+)
 GRADED = (
     *JUDGE,
     "reward.judge.min_grade=0",
     "reward.judge.max_grade=9",
     "reward.judge.prompt='{{ response }}'",
 )
-COMPARED = (*JUDGE, "reward.judge.form=pairwise", "reward.judge.prompt='{{ response_a }}{{ response_b }}'")
+COMPARED = (
+    *JUDGE,
+    "reward.judge.form=pairwise",
+    "reward.judge.prompt='{{ response_a }}{{ response_b }}'",
+)
 FOUR = ("rollout.samples_per_prompt=4", "reward.judge.opponents=2")
 
 
@@ -61,14 +69,21 @@ def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
         asked[world.actor] += 1
         found = digits(world.prompt)
         verdict = found[0] if len(found) == 1 else int(found[0] > found[1])
-        return [NO_GRADE if verdict == 3 else CHARACTERS.convert_tokens_to_ids(str(verdict))], "stop"
+        return [
+            NO_GRADE if verdict == 3 else CHARACTERS.convert_tokens_to_ids(str(verdict))
+        ], "stop"
 
     def score(self: StandInReward, block: Any, requests: Sequence[Any]) -> list[Score]:
         texts = [
-            CHARACTERS.decode(block.row(each.row)["input_ids"][each.prompt_tokens :]) for each in requests
+            CHARACTERS.decode(block.row(each.row)["input_ids"][each.prompt_tokens :])
+            for each in requests
         ]
         return [
-            (Score(float(text), text, {"sure": 1.0}) if text != "=" else Score(0.0, text, failure="no grade"))
+            (
+                Score(float(text), text, {"sure": 1.0})
+                if text != "="
+                else Score(0.0, text, failure="no grade")
+            )
             if self.parses
             else Score(int(text[0]) / 100, text)
             for text in texts
@@ -86,22 +101,34 @@ def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
 def groups(batch: RemoteBatch) -> dict[str, list[tuple[float, float]]]:
     """The digit and the judgement of each sample, by prompt. Rewards are a hundredth of one and the other."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for row, ids in enumerate(batch.gather().row(i)["input_ids"] for i in range(len(batch))):
+    for row, ids in enumerate(
+        batch.gather().row(i)["input_ids"] for i in range(len(batch))
+    ):
         digit = digits(ids[batch["prompt_tokens"][row] :])[0]
-        found.setdefault(batch["uid"][row], []).append((digit, round(batch["reward"][row] - digit / 100, 6)))
+        found.setdefault(batch["uid"][row], []).append(
+            (digit, round(batch["reward"][row] - digit / 100, 6))
+        )
     return found
 
 
 def test_a_judge_on_engines_of_its_own_grades_each_response(
     run_on_stand_ins: Run, batches: list[RemoteBatch], judging: Counter[str]
 ) -> None:
-    options = ("reward.judge.samples=2", "reward.judge.sampling.temperature=0.5", "reward.judge.weight=2")
+    options = (
+        "reward.judge.samples=2",
+        "reward.judge.sampling.temperature=0.5",
+        "reward.judge.weight=2",
+    )
     found = run_on_stand_ins(
         "reward.judge.model=model", "reward.judge.replicas=2", *options, *GRADED, *FOUR[:1]
     )
     assert [pool.name for pool in pools(found.config)] == ["training", "judge"]
-    samples = [sample for batch in batches for group in groups(batch).values() for sample in group]
-    expected = [(digit, round(2 * digit / 9, 6) if digit != 3 else -0.03) for digit, _ in samples]
+    samples = [
+        sample for batch in batches for group in groups(batch).values() for sample in group
+    ]
+    expected = [
+        (digit, round(2 * digit / 9, 6) if digit != 3 else -0.03) for digit, _ in samples
+    ]
     assert samples == expected
     assert sum(judging.values()) == 32 and set(judging) == {"judge 0", "judge 1"}
     lost = sum(digit == 3 for digit, _ in samples)
@@ -115,16 +142,26 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
         <= 1
         <= sum("the answer ends with '='" in x for x in found.said)
     )
-    rows = [row for row in RunFolder(found.config.run_folder).failures if row["kind"] == UNPARSED]
-    assert sum(row["count"] for row in rows) == 2 * lost and len(rows) == len({row["step"] for row in rows})
+    rows = [
+        row
+        for row in RunFolder(found.config.run_folder).failures
+        if row["kind"] == UNPARSED
+    ]
+    assert sum(row["count"] for row in rows) == 2 * lost and len(rows) == len(
+        {row["step"] for row in rows}
+    )
     recorded = [
-        json.loads(line) for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()
     ]
     assert {(row["response"][0], row["judgement"]) for row in recorded} <= {
         ("3", "="),
         *((c, c) for c in "0124"),
     }
-    assert all(step["reward/judge/sure"] == 1 and step["judge/tokens"] > 0 for step in found.outcome.steps)
+    assert all(
+        step["reward/judge/sure"] == 1 and step["judge/tokens"] > 0
+        for step in found.outcome.steps
+    )
 
 
 @pytest.mark.parametrize("rule", ["drop", "stop"])
@@ -137,8 +174,14 @@ def test_a_sample_without_a_grade_is_left_out_or_stops_the_run(
             run_on_stand_ins(*options)
         return
     found = run_on_stand_ins(*options)
-    assert sum(step["reward/failures"] for step in found.outcome.steps) == 16 - sum(map(len, batches)) > 0
-    assert 3 not in {digit for batch in batches for group in groups(batch).values() for digit, _ in group}
+    assert (
+        sum(step["reward/failures"] for step in found.outcome.steps)
+        == 16 - sum(map(len, batches))
+        > 0
+    )
+    assert 3 not in {
+        digit for batch in batches for group in groups(batch).values() for digit, _ in group
+    }
 
 
 ASYNCHRONOUS = ("rollout.max_staleness=1", "rollout.placement=apart")
@@ -154,7 +197,9 @@ def test_each_response_meets_the_next_ones_of_its_group_in_both_places(
     ahead: tuple[str, ...],
 ) -> None:
     found = run_on_stand_ins(f"reward.judge.model={model}", *COMPARED, *FOUR, *ahead)
-    assert [request.role for request in role_requests(found.config)].count("judge") == (model == "model")
+    assert [request.role for request in role_requests(found.config)].count("judge") == (
+        model == "model"
+    )
     assert set(judging) == {"rollout 0" if model == "policy" else "judge 0"}
     assert all(len(batch) == 8 for batch in batches)
     for group in [group for batch in batches for group in groups(batch).values()]:
@@ -166,10 +211,18 @@ def test_each_response_meets_the_next_ones_of_its_group_in_both_places(
     assert sum(step["judge/answers"] for step in found.outcome.steps) >= 32
 
 
-def test_a_question_that_is_too_long_or_given_up_has_no_grade(run_on_stand_ins: Run, stand_ins: Any) -> None:
-    long = ("reward.judge.prompt='{{ prompt }}{{ response }}'", "reward.judge.max_prompt_tokens=2")
+def test_a_question_that_is_too_long_or_given_up_has_no_grade(
+    run_on_stand_ins: Run, stand_ins: Any
+) -> None:
+    long = (
+        "reward.judge.prompt='{{ prompt }}{{ response }}'",
+        "reward.judge.max_prompt_tokens=2",
+    )
     found = run_on_stand_ins("reward.judge.model=model", *GRADED, *long)
-    assert all(step["reward/failures"] == 4 and step["judge/answers"] == 0 for step in found.outcome.steps)
+    assert all(
+        step["reward/failures"] == 4 and step["judge/answers"] == 0
+        for step in found.outcome.steps
+    )
     assert "reward.judge.max_prompt_tokens" in "".join(found.said)
 
     def refuse(who: str, does: str) -> None:
@@ -178,17 +231,31 @@ def test_a_question_that_is_too_long_or_given_up_has_no_grade(run_on_stand_ins: 
 
     stand_ins.world.trouble = refuse
     found = run_on_stand_ins("reward.judge.model=model", *GRADED, "run.name=refused")
-    assert all(step["judge/dropped"] == 4 == step["reward/failures"] for step in found.outcome.steps)
-    rows = [row for row in RunFolder(found.config.run_folder).failures if row["kind"] == DROPPED]
+    assert all(
+        step["judge/dropped"] == 4 == step["reward/failures"]
+        for step in found.outcome.steps
+    )
+    rows = [
+        row for row in RunFolder(found.config.run_folder).failures if row["kind"] == DROPPED
+    ]
     assert [row["count"] for row in rows] == [4] * len(found.outcome.steps)
-    assert all(re.fullmatch(r"prompt \d+, sample \d+: .*no memory.*", row["first"]) for row in rows)
+    assert all(
+        re.fullmatch(r"prompt \d+, sample \d+: .*no memory.*", row["first"]) for row in rows
+    )
 
 
 def test_generated_samples_are_judged_too_and_comparisons_are_refused(
     tmp_path: Any, judging: Counter[str]
 ) -> None:
     lines = generate(tmp_path, "reward.judge.model=model", *GRADED[1:])
-    assert {line["parts"].get("judge") for line in lines} <= {None, *(i / 9 for i in (0, 1, 2, 4))}
+    assert {line["parts"].get("judge") for line in lines} <= {
+        None,
+        *(i / 9 for i in (0, 1, 2, 4)),
+    }
     assert judging["judge 0"] == len(lines) == 16
     with refused("reward.judge.form"):
-        check_sampler(load_as(GenerateConfig, None, [*SETTINGS, "reward.judge.model=model", *COMPARED[1:]]))
+        check_sampler(
+            load_as(
+                GenerateConfig, None, [*SETTINGS, "reward.judge.model=model", *COMPARED[1:]]
+            )
+        )

@@ -15,8 +15,16 @@ ROLES = {
     "policy": (),
     "reference": ("algorithm.loss.kl_coefficient=0.1",),
     "adapters": ("algorithm.loss.kl_coefficient=0.1", "model.lora.rank=2"),
-    "critic": ("algorithm.advantage=gae", "algorithm.gae.whiten=false", "batch.mini_batches=2"),
-    "warm-up": ("algorithm.advantage=gae", "algorithm.gae.whiten=false", "critic.warmup_steps=1"),
+    "critic": (
+        "algorithm.advantage=gae",
+        "algorithm.gae.whiten=false",
+        "batch.mini_batches=2",
+    ),
+    "warm-up": (
+        "algorithm.advantage=gae",
+        "algorithm.gae.whiten=false",
+        "critic.warmup_steps=1",
+    ),
     "reward model": ("reward.model.path=judge", "algorithm.loss.kl_coefficient=0.1"),
 }
 ENGINES = {
@@ -41,14 +49,25 @@ def test_no_two_owners_have_a_gpu_at_one_time(
 ) -> None:
     finished = run(f"rollout.placement={placement}", *engines, *roles, *CHECKPOINTS)
     assert finished.outcome.last_step == 2
-    again = run(f"rollout.placement={placement}", *engines, *roles, "run.resume=auto", "run.steps=3")
+    again = run(
+        f"rollout.placement={placement}", *engines, *roles, "run.resume=auto", "run.steps=3"
+    )
     assert again.outcome.last_step == 3 and len(again.outcome.steps) == 1
 
 
 COLOCATED = ("rollout.placement=colocated", "rollout.replicas=2")
 GENERATION = ["generate"]
 TRAINING = ["log_probs", "free", "update", "free"]
-SENDING = ["wake weights", "send", "pause", "gather", "receive", "resume", "free", "wake kv_cache"]
+SENDING = [
+    "wake weights",
+    "send",
+    "pause",
+    "gather",
+    "receive",
+    "resume",
+    "free",
+    "wake kv_cache",
+]
 
 
 def steps_of(run: StandInRun) -> list[list[str]]:
@@ -62,7 +81,9 @@ def steps_of(run: StandInRun) -> list[list[str]]:
     return steps
 
 
-def test_a_step_is_generation_sleep_passes_and_new_weights_before_the_kv_cache(run: Run) -> None:
+def test_a_step_is_generation_sleep_passes_and_new_weights_before_the_kv_cache(
+    run: Run,
+) -> None:
     finished = run(*COLOCATED, "batch.mini_batches=2", "data.validation=''")
     ended = ["sleep 2", "save", "free"]
     first, second = steps_of(finished)
@@ -73,7 +94,10 @@ def test_a_step_is_generation_sleep_passes_and_new_weights_before_the_kv_cache(r
 def test_every_epoch_makes_its_optimiser_steps_of_policy_and_critic(run: Run) -> None:
     epochs = ("batch.epochs=3", "batch.mini_batches=2")
     finished = run(*COLOCATED, *ROLES["warm-up"], *epochs)
-    engines = [finished.world.ray.actors[f"{role} dp=0"].instance.engine for role in ("policy", "critic")]
+    engines = [
+        finished.world.ray.actors[f"{role} dp=0"].instance.engine
+        for role in ("policy", "critic")
+    ]
     assert [engine.steps for engine in engines] == [
         1 * 3 * 2,
         2 * 3 * 2,
@@ -87,29 +111,55 @@ def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_s
     finished = run(*COLOCATED, "data.validation=''")
     events = finished.world.ledger.of("policy dp=0", "rollout 0")
     wake, *sending = SENDING
-    start = ["start", "sleep 2", "build", "free", wake, "connect", "meet"]  # ranks and engines meet once
+    start = [
+        "start",
+        "sleep 2",
+        "build",
+        "free",
+        wake,
+        "connect",
+        "meet",
+    ]  # ranks and engines meet once
     assert events[: events.index("generate")] == start + sending
 
 
 def test_engines_of_gpus_of_their_own_never_sleep(run: Run) -> None:
     finished = run("rollout.placement=apart", "rollout.replicas=2", *CHECKPOINTS)
     events = finished.world.ledger.of("rollout")
-    assert {"receive", "generate"} <= set(events) and not {"sleep 2", "wake weights", "wake kv_cache"} & set(
-        events
+    assert {"receive", "generate"} <= set(events) and not {
+        "sleep 2",
+        "wake weights",
+        "wake kv_cache",
+    } & set(events)
+
+
+def test_engines_of_gpus_of_their_own_generate_ahead_and_take_weights_meanwhile(
+    run: Run,
+) -> None:
+    finished = run(
+        "rollout.placement=apart",
+        "rollout.max_staleness=1",
+        "run.steps=3",
+        "data.validation=''",
     )
-
-
-def test_engines_of_gpus_of_their_own_generate_ahead_and_take_weights_meanwhile(run: Run) -> None:
-    finished = run("rollout.placement=apart", "rollout.max_staleness=1", "run.steps=3", "data.validation=''")
-    assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [1.0, 2.0, 3.0]
+    assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
     assert [step["rollout/samples"] for step in finished.outcome.steps] == [4.0] * 3
     assert max(step["rollout/staleness_max"] for step in finished.outcome.steps) == 1.0
 
 
-def test_in_a_warm_up_of_the_critic_engines_wake_with_the_weights_that_they_had(run: Run) -> None:
+def test_in_a_warm_up_of_the_critic_engines_wake_with_the_weights_that_they_had(
+    run: Run,
+) -> None:
     finished = run(*COLOCATED, *ROLES["warm-up"], "data.validation=''")
     assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [0.0, 1.0]
-    assert [step["rollout/newest_weight_version"] for step in finished.outcome.steps] == [0.0, 0.0]
+    assert [step["rollout/newest_weight_version"] for step in finished.outcome.steps] == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_reward_model_scores_while_engines_sleep(run: Run) -> None:
@@ -119,7 +169,9 @@ def test_a_reward_model_scores_while_engines_sleep(run: Run) -> None:
     assert events[scored - 1] == "sleep 2" and events[scored + 1] == "free"
 
 
-def once(actor: str, what: str, then: Callable[[], None], after: int) -> Callable[[str, str], None]:
+def once(
+    actor: str, what: str, then: Callable[[], None], after: int
+) -> Callable[[str, str], None]:
     """Trouble that comes when the actor does it for the `after`-th time, and no other time."""
     left = [after]
 
@@ -145,10 +197,19 @@ def test_with_deltas_an_engine_on_a_gpu_is_replaced_alone(
         world.ledger.give(engine.gpus, "rollout 1", "weights", "kv_cache")
 
     world.trouble = once("rollout 1", what, die, times)
-    deltas = ("rollout.weight_sync=delta", "rollout.placement=apart", "rollout.replicas=2", "run.steps=4")
+    deltas = (
+        "rollout.weight_sync=delta",
+        "rollout.placement=apart",
+        "rollout.replicas=2",
+        "run.steps=4",
+    )
     finished = run(*deltas, "data.validation=''")
     last = finished.outcome.steps[-1]
-    assert (last["restarts/engines"], last["restarts/recoveries"], last["rollout/weights_whole"]) == (1, 0, 0)
+    assert (
+        last["restarts/engines"],
+        last["restarts/recoveries"],
+        last["rollout/weights_whole"],
+    ) == (1, 0, 0)
     assert {"receive", "generate"} <= set(world.ledger.of("rollout 1 restart 1"))
 
 
@@ -161,11 +222,14 @@ def test_a_transfer_in_which_nobody_dies_and_nothing_moves_has_a_time_limit(
     stand_ins.world.trouble = once("policy dp=0", "send", hang, 1)
     limit = ("resources.collective_timeout_s=0.1", "run.max_restarts=0")
     with pytest.raises(
-        LostError, match=r"send_weights did not finish within resources\.collective_timeout_s=0\.1"
+        LostError,
+        match=r"send_weights did not finish within resources\.collective_timeout_s=0\.1",
     ):
         run(*COLOCATED, *limit)
 
 
-def test_ranks_wait_for_each_other_as_long_as_the_configuration_says(stand_ins: StandIns, run: Run) -> None:
+def test_ranks_wait_for_each_other_as_long_as_the_configuration_says(
+    stand_ins: StandIns, run: Run
+) -> None:
     run(*COLOCATED, "resources.collective_timeout_s=77", "data.validation=''")
     assert set(stand_ins.collective_timeouts) == {timedelta(seconds=77)}

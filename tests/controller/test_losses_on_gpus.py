@@ -15,7 +15,15 @@ from workers.errors import LostError
 STEPS = 4
 Run = Callable[..., StandInRun]
 ENGINE_MOMENTS = {
-    "colocated": ("generate", "pause", "receive", "resume", "sleep 2", "wake weights", "wake kv_cache"),
+    "colocated": (
+        "generate",
+        "pause",
+        "receive",
+        "resume",
+        "sleep 2",
+        "wake weights",
+        "wake kv_cache",
+    ),
     "apart": ("generate", "pause", "receive", "resume"),
 }
 RANK_MOMENTS = ("log_probs", "update", "send", "gather")
@@ -40,7 +48,9 @@ def run(run_on_stand_ins: Run) -> Run:
     return run_on_stand_ins
 
 
-def kill_once(stand_ins: StandIns, actor: str, moment: str, times: int, *others: str) -> list[str]:
+def kill_once(
+    stand_ins: StandIns, actor: str, moment: str, times: int, *others: str
+) -> list[str]:
     """Let the actor, and others with it, die when it does this for the `times`-th time. Returns the dead."""
     dead: list[str] = []
     counts = [0]
@@ -69,7 +79,9 @@ def settings(placement: str, *more: str) -> tuple[str, ...]:
 
 
 def recorded(finished: StandInRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (finished.config.run_folder / "metrics.jsonl").open()]
+    return [
+        json.loads(line) for line in (finished.config.run_folder / "metrics.jsonl").open()
+    ]
 
 
 def check_every_step(finished: StandInRun) -> None:
@@ -77,7 +89,12 @@ def check_every_step(finished: StandInRun) -> None:
     steps = recorded(finished)
     assert [step["step"] for step in steps] == list(range(STEPS + 1))
     assert [step["rollout/samples"] for step in steps[1:]] == [4.0] * STEPS
-    assert [step["rollout/newest_weight_version"] for step in steps[1:]] == [0.0, 1.0, 2.0, 3.0]
+    assert [step["rollout/newest_weight_version"] for step in steps[1:]] == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+    ]
     assert [step["rollout/weight_version"] for step in steps[1:]] == [1.0, 2.0, 3.0, 4.0]
 
 
@@ -86,7 +103,9 @@ def sampled(stand_ins: StandIns) -> set[tuple[tuple[int, ...], tuple[int, ...]]]
     return {(tuple(prompt), tuple(tokens)) for _, prompt, tokens in stand_ins.world.turns}
 
 
-def check_replaced(stand_ins: StandIns, run: Run, case: tuple[str, str, str, int], *more: str) -> None:
+def check_replaced(
+    stand_ins: StandIns, run: Run, case: tuple[str, str, str, int], *more: str
+) -> None:
     placement, engine, moment, times = case
     run(*settings(placement, "run.name=undisturbed", *more))
     undisturbed = sampled(stand_ins)
@@ -118,7 +137,9 @@ def test_the_only_engine_is_replaced_in_the_middle_of_a_round(
     stand_ins: StandIns, run: Run, placement: str
 ) -> None:
     dead = kill_once(stand_ins, "rollout 0", "generate", 6)
-    only = "policy.data_parallel=1" if placement == "colocated" else "policy.data_parallel=2"
+    only = (
+        "policy.data_parallel=1" if placement == "colocated" else "policy.data_parallel=2"
+    )
     finished = run(*settings(placement, "rollout.replicas=1", only))
     assert dead == ["rollout 0"]
     check_every_step(finished)
@@ -139,7 +160,9 @@ def test_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("placement", ENGINE_MOMENTS)
-@pytest.mark.parametrize(("actor", "moment"), [("rollout 1", "receive"), ("policy dp=1", "update")])
+@pytest.mark.parametrize(
+    ("actor", "moment"), [("rollout 1", "receive"), ("policy dp=1", "update")]
+)
 def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(
     stand_ins: StandIns, run: Run, placement: str, actor: str, moment: str
 ) -> None:
@@ -172,9 +195,13 @@ def test_a_replacement_that_does_not_come_up_costs_the_steps_since_the_last_chec
     assert any("it was to replace a lost engine" in line for line in finished.said)
 
 
-def test_without_restarts_left_a_lost_engine_ends_the_run(stand_ins: StandIns, run: Run) -> None:
+def test_without_restarts_left_a_lost_engine_ends_the_run(
+    stand_ins: StandIns, run: Run
+) -> None:
     from workers.errors import RolloutError
 
     kill_once(stand_ins, "rollout 1", "receive", 2)
-    with pytest.raises((RolloutError, LostError), match=r"all of run\.max_restarts=0 are used up"):
+    with pytest.raises(
+        (RolloutError, LostError), match=r"all of run\.max_restarts=0 are used up"
+    ):
         run(*settings("apart", "run.max_restarts=0"))

@@ -16,7 +16,10 @@ class Producer:
     """In place of an engine's actor: makes a block of zeros."""
 
     def block(self, lengths: np.ndarray) -> DataProto:
-        return DataProto(lengths, {name: np.zeros(lengths.sum(), dtype) for name, dtype in COLUMNS.items()})
+        return DataProto(
+            lengths,
+            {name: np.zeros(lengths.sum(), dtype) for name, dtype in COLUMNS.items()},
+        )
 
 
 @ray.remote(num_cpus=0)
@@ -31,7 +34,8 @@ def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:
     """A batch whose rows lie in one block for each producer."""
     parts = np.array_split(np.arange(len(lengths)), len(producers))
     refs = tuple(
-        producer.block.remote(lengths[part]) for producer, part in zip(producers, parts, strict=True)
+        producer.block.remote(lengths[part])
+        for producer, part in zip(producers, parts, strict=True)
     )
     ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
     blocks = (
@@ -43,15 +47,30 @@ def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:
 
 def dispatch(batch: RemoteBatch, consumers: list) -> int:
     """Send handles under a plan and let the ranks fetch; returns the tokens that they hold together."""
-    plan: Plan = plan_batch(batch["length"], ranks=len(consumers), max_tokens=int(2 * batch["length"].max()))
+    plan: Plan = plan_batch(
+        batch["length"], ranks=len(consumers), max_tokens=int(2 * batch["length"].max())
+    )
     shares = [batch.select(plan.for_rank(rank).rows) for rank in range(plan.ranks)]
-    return sum(ray.get([c.tokens.remote(ray.put(share)) for c, share in zip(consumers, shares, strict=True)]))
+    return sum(
+        ray.get(
+            [
+                c.tokens.remote(ray.put(share))
+                for c, share in zip(consumers, shares, strict=True)
+            ]
+        )
+    )
 
 
-def test_a_step_of_2048_sequences_of_4096_tokens_does_not_grow_the_driver(ray_session) -> None:
-    producers, consumers = ([actor.remote() for _ in range(2)] for actor in (Producer, Consumer))
+def test_a_step_of_2048_sequences_of_4096_tokens_does_not_grow_the_driver(
+    ray_session,
+) -> None:
+    producers, consumers = (
+        [actor.remote() for _ in range(2)] for actor in (Producer, Consumer)
+    )
     small, lengths = np.full(8, 16), np.full(2048, 4096)
-    assert dispatch(produce(small, producers), consumers) == small.sum()  # imports and pools are warm
+    assert (
+        dispatch(produce(small, producers), consumers) == small.sum()
+    )  # imports and pools are warm
     process = psutil.Process()
     before = process.memory_info().rss
     assert dispatch(produce(lengths, producers), consumers) == lengths.sum()

@@ -30,10 +30,18 @@ def test_a_dry_run_says_how_well_each_model_is_computed(
 ) -> None:
     save_tiny_model(workspace / "tiny", head_dim=32)
     write_tokenizer(workspace / "tiny")
-    overrides = ("model.path=tiny", "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1")
+    overrides = (
+        "model.path=tiny",
+        "algorithm.advantage=gae",
+        "algorithm.loss.kl_coefficient=0.1",
+    )
     assert dry_run(*overrides) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("numerics")]
-    assert len(lines) == 2, "the reference is the policy's model, the critic has a head of its own"
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("numerics")
+    ]
+    assert len(lines) == 2, (
+        "the reference is the policy's model, the critic has a head of its own"
+    )
     assert lines[0].startswith(
         "numerics: packed rows of model.path match the model's own forward pass within "
     )
@@ -49,7 +57,9 @@ def test_a_dry_run_says_what_quantized_weights_take(
     assert quantize_checkpoint(workspace / "tiny", workspace / "plain", "fp8 channels") > 0
     assert dry_run("model.path=tiny") == 0
     lines = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith(("weights", "numerics"))
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("weights", "numerics"))
     ]
     assert lines[0].startswith(
         "weights: model.path has 0.0 GiB quantized by compressed-tensors, read as 0.0 in "
@@ -59,7 +69,10 @@ def test_a_dry_run_says_what_quantized_weights_take(
 
 @pytest.mark.parametrize(
     ("tokens", "effect"),
-    [(8, "in sequences of 9 to 96 tokens"), (96, "sequences of up to 96 tokens select all of their tokens")],
+    [
+        (8, "in sequences of 9 to 96 tokens"),
+        (96, "sequences of up to 96 tokens select all of their tokens"),
+    ],
 )
 def test_a_dry_run_says_which_sequences_select_tokens(
     workspace: Path, capsys: pytest.CaptureFixture[str], tokens: int, effect: str
@@ -76,12 +89,20 @@ def test_a_dry_run_says_which_sequences_select_tokens(
     ("name", "overrides", "message"),
     [
         ("louder", (), r"(louder): with model.layout=packed log-probs differ by up to"),
-        ("louder", ("model.layout=padded",), r"(louder): with model.layout=padded log-probs differ by up to"),
+        (
+            "louder",
+            ("model.layout=padded",),
+            r"(louder): with model.layout=padded log-probs differ by up to",
+        ),
         ("leaking", (), r"(leaking): with model.layout=packed log-probs differ by up to"),
     ],
 )
 def test_a_dry_run_refuses_a_broken_model_in_one_line(
-    workspace: Path, capsys: pytest.CaptureFixture[str], name: str, overrides: tuple[str, ...], message: str
+    workspace: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    overrides: tuple[str, ...],
+    message: str,
 ) -> None:
     save_broken_model(workspace / "broken", name)
     capsys.readouterr()  # what writing a model says
@@ -90,14 +111,19 @@ def test_a_dry_run_refuses_a_broken_model_in_one_line(
     assert message in line
 
 
-def test_a_dry_run_refuses_weights_with_nan(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_weights_with_nan(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(save_tiny_model(workspace / "tiny", head_dim=32)) / "model.safetensors"
     write_tokenizer(workspace / "tiny")
     weights = load_file(path)
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})
     assert dry_run("model.path=tiny") == 2
-    assert "its weights contain NaN or infinity (first: model.norm.weight)" in capsys.readouterr().err
+    assert (
+        "its weights contain NaN or infinity (first: model.norm.weight)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_dry_run_leaves_a_large_model_to_the_run(
@@ -117,7 +143,11 @@ def process_group() -> None:
 
 @pytest.mark.parametrize("name", ["louder", "leaking"])
 def test_a_run_ends_before_its_first_sample_where_the_model_is_broken(
-    process_group: None, stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    process_group: None,
+    stand_ins: StandIns,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     monkeypatch.setattr(
         "workers.roles.model_worker.TrainingEngine",
@@ -125,9 +155,14 @@ def test_a_run_ends_before_its_first_sample_where_the_model_is_broken(
     )
     create_model(tmp_path / "model", seed=0, width=32, layers=2)
     as_broken(tmp_path / "model", name)
-    settings = (f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "policy.data_parallel=1")
+    settings = (
+        f"run.dir={tmp_path}",
+        f"model.path={tmp_path / 'model'}",
+        "policy.data_parallel=1",
+    )
     with pytest.raises(
-        UnsupportedModelError, match=rf"^policy dp=0: model\.path=.* \({name}\): with model\.layout=packed"
+        UnsupportedModelError,
+        match=rf"^policy dp=0: model\.path=.* \({name}\): with model\.layout=packed",
     ):
         stand_ins.run(settings)
     assert "generate" not in [what for _, what in stand_ins.world.ledger.events]

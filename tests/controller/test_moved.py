@@ -12,7 +12,8 @@ from ballast.commands import COMMANDS
 
 REMOVED = {"whatif"}
 EARLIER = sorted(
-    {path.stem for path in (Path(controller.__file__).parent / "moved").glob("[a-z]*.py")} - REMOVED
+    {path.stem for path in (Path(controller.__file__).parent / "moved").glob("[a-z]*.py")}
+    - REMOVED
 )
 
 
@@ -32,7 +33,8 @@ def test_a_moved_command_answers_under_its_earlier_name(
 
 
 @pytest.mark.parametrize(
-    "entry_point", ["workers.torchvision_operators:install", "workers.rollout.weight_transfer:register"]
+    "entry_point",
+    ["workers.torchvision_operators:install", "workers.rollout.weight_transfer:register"],
 )
 def test_what_an_earlier_installation_loads_is_still_there(entry_point: str) -> None:
     """A pull without a new installation leaves its entry points: torch ends every process if one is missing."""

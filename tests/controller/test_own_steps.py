@@ -19,12 +19,18 @@ from tests.controller.stand_ins.run import StandIns
 from tests.documentation.blocks import ROOT, blocks_of
 from workers.errors import ConfigError
 
-PAGE = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if "controller.step" in block.body]
+PAGE = [
+    block.body
+    for block in blocks_of(ROOT / "docs" / "your-own.md")
+    if "controller.step" in block.body
+]
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["two_updates", "imitate_the_best", "critic_first"])
-def test_the_steps_of_the_documentation_train(stand_ins: StandIns, tmp_path: Path, name: str) -> None:
+def test_the_steps_of_the_documentation_train(
+    stand_ins: StandIns, tmp_path: Path, name: str
+) -> None:
     """On the real driver and actors, in the order that the page says; run.step is read as a user's run reads
     it.
     """
@@ -40,7 +46,9 @@ def test_the_steps_of_the_documentation_train(stand_ins: StandIns, tmp_path: Pat
     ]
     finished = stand_ins.run([*settings, "run.steps=2", "policy.data_parallel=1"])
     first, second = finished.outcome.steps
-    policy = [what for actor, what in finished.world.ledger.events if actor.startswith("policy")]
+    policy = [
+        what for actor, what in finished.world.ledger.events if actor.startswith("policy")
+    ]
     made = [what for what in policy if what in ("log_probs", "update")]
     if name == "two_updates":
         assert made == ["log_probs", "update"] * 4
@@ -50,11 +58,17 @@ def test_the_steps_of_the_documentation_train(stand_ins: StandIns, tmp_path: Pat
     else:
         assert made.count("update") == 1
         assert [step["rollout/weight_version"] for step in (first, second)] == [0.0, 1.0]
-        critic = [what for actor, what in finished.world.ledger.events if actor.startswith("critic")]
+        critic = [
+            what
+            for actor, what in finished.world.ledger.events
+            if actor.startswith("critic")
+        ]
         assert critic.count("update") == 2
 
 
-def test_a_step_that_is_given_replaces_the_usual_one(local_run: Callable[..., LocalRun]) -> None:
+def test_a_step_that_is_given_replaces_the_usual_one(
+    local_run: Callable[..., LocalRun],
+) -> None:
     """Its metrics are recorded with the step's; the loop around it stays."""
 
     def twice(run: Run) -> None:
@@ -67,18 +81,26 @@ def test_a_step_that_is_given_replaces_the_usual_one(local_run: Callable[..., Lo
     outcome = found.fit(step=twice)
     assert [row["mine/samples"] for row in outcome.steps] == [4.0, 4.0]
     assert len(found.policy.updates) == 4
-    assert outcome.steps[-1]["rollout/weight_version"] == found.run.progress.weight_version == 4
+    assert (
+        outcome.steps[-1]["rollout/weight_version"]
+        == found.run.progress.weight_version
+        == 4
+    )
     assert len((found.folder / "lengths.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("function", ["def step():\n    pass\n", "def step(run, more):\n    pass\n"])
+@pytest.mark.parametrize(
+    "function", ["def step():\n    pass\n", "def step(run, more):\n    pass\n"]
+)
 def test_a_step_of_other_parameters_is_refused(workspace: Path, function: str) -> None:
     (workspace / "loops.py").write_text(function)
     with pytest.raises(ConfigError, match=r"run\.step="):
         find_step(load("config.yaml", ["run.step=loops.py:step"]))
 
 
-def test_a_step_that_is_not_there_is_refused_before_anything_is_read(workspace: Path) -> None:
+def test_a_step_that_is_not_there_is_refused_before_anything_is_read(
+    workspace: Path,
+) -> None:
     assert refusal("run.step=gone.py:step").startswith("run.step='gone.py:step'")
     assert refusal("run.step=callable:mine").startswith("run.step=callable:mine stands for")
 

@@ -36,7 +36,9 @@ def placed(nodes: int) -> dict[str, Any]:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_pairs_and_engines_that_share_gpus_stay_on_a_node(nodes: int, placed: dict[str, Any]) -> None:
+def test_pairs_and_engines_that_share_gpus_stay_on_a_node(
+    nodes: int, placed: dict[str, Any]
+) -> None:
     ranks = placed["colocated"]["ranks"]["training"]
     assert set(Counter(ranks).values()) == {GPUS}
     assert len(ranks) == nodes * GPUS
@@ -53,7 +55,9 @@ def test_pairs_stay_on_a_node_where_engines_have_gpus_of_their_own(
     ranks, engines = (placed["apart"]["ranks"][pool] for pool in ("training", "rollout"))
     assert (len(ranks), len(engines)) == (nodes * 4, nodes)
     assert groups_on_several_nodes(ranks, 2) == []
-    used = Counter(ranks) + Counter({node: 4 * count for node, count in Counter(engines).items()})
+    used = Counter(ranks) + Counter(
+        {node: 4 * count for node, count in Counter(engines).items()}
+    )
     assert set(used.values()) == {GPUS}
 
 

@@ -38,7 +38,9 @@ def stand_ins(stand_ins: StandIns) -> StandIns:
 
 @pytest.fixture
 def opened(stand_ins: StandIns, tmp_path: Path) -> Open:
-    return lambda *overrides: stand_ins.open([f"run.dir={tmp_path}/own", *ONE_RANK, *overrides])
+    return lambda *overrides: stand_ins.open(
+        [f"run.dir={tmp_path}/own", *ONE_RANK, *overrides]
+    )
 
 
 def weights(stand_ins: StandIns) -> dict[str, torch.Tensor]:
@@ -49,27 +51,41 @@ def weights(stand_ins: StandIns) -> dict[str, torch.Tensor]:
 def keep_whole_numbers(stand_ins: StandIns) -> None:
     """Norms that transformers computes in float32 are computed in float64."""
     keep_float64(
-        Case(share_prefixes="always"), stand_ins.world.ray.actors["policy dp=0"].instance.engine.module.model
+        Case(share_prefixes="always"),
+        stand_ins.world.ray.actors["policy dp=0"].instance.engine.module.model,
     )
 
 
 def gradients(stand_ins: StandIns) -> dict[str, torch.Tensor]:
     engine = stand_ins.world.ray.actors["policy dp=0"].instance.engine
-    return {name: each.grad.full_tensor().clone() for name, each in engine.module.model.named_parameters()}
+    return {
+        name: each.grad.full_tensor().clone()
+        for name, each in engine.module.model.named_parameters()
+    }
 
 
-@pytest.mark.parametrize("settings", [(), ("policy.max_tokens_per_micro_batch=24", "model.lora.rank=2")])
+@pytest.mark.parametrize(
+    "settings", [(), ("policy.max_tokens_per_micro_batch=24", "model.lora.rank=2")]
+)
 def test_a_loop_of_ones_own_equals_the_configured_one_to_the_bit(
     stand_ins: StandIns, opened: Open, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    known = stand_ins.run([f"run.dir={tmp_path}/configured", *ONE_RANK, LEARNING, *settings])
+    known = stand_ins.run(
+        [f"run.dir={tmp_path}/configured", *ONE_RANK, LEARNING, *settings]
+    )
     expected, rows = weights(stand_ins), known.outcome.steps
     with opened(LEARNING, *settings) as run:
         grpo(run, prompts=2, samples=2)
         found, folder = weights(stand_ins), run.folder
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     own = RunFolder(folder).metrics
-    for name in ("policy/loss", "policy/grad_norm", "policy/learning_rate", "reward/mean", "tokens/update"):
+    for name in (
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/learning_rate",
+        "reward/mean",
+        "tokens/update",
+    ):
         assert [row[name] for row in own] == [row[name] for row in rows], name
     assert (folder / "samples.jsonl").read_text().count("\n") > 2
 
@@ -79,7 +95,9 @@ def test_a_batch_in_calls_has_the_gradient_of_one_call(
     stand_ins: StandIns, opened: Open, loss: str | None
 ) -> None:
     stand_ins.compute("float64")
-    with opened("model.share_prefixes=always", "policy.max_tokens_per_micro_batch=24") as run:
+    with opened(
+        "model.share_prefixes=always", "policy.max_tokens_per_micro_batch=24"
+    ) as run:
         keep_whole_numbers(stand_ins)
         batch = run.sample(run.prompts(3), n=3).result().batch
         columns = {"advantages": np.linspace(-1, 1, len(batch))}
@@ -92,13 +110,17 @@ def test_a_batch_in_calls_has_the_gradient_of_one_call(
         ]
         for name, gradient in gradients(stand_ins).items():
             assert float((gradient - whole[name]).norm() / whole[name].norm()) < 1e-9, name
-    assert sum(part.metrics["loss"] for part in parts) == pytest.approx(passed.metrics["loss"], rel=1e-9)
+    assert sum(part.metrics["loss"] for part in parts) == pytest.approx(
+        passed.metrics["loss"], rel=1e-9
+    )
 
 
 def test_runs_that_are_closed_leave_no_threads_of_process_groups(opened: Open) -> None:
     found = []
     for number in range(3):
-        with opened(f"run.name={number}", "algorithm.loss.kl_coefficient=0.1", "run.steps=1") as run:
+        with opened(
+            f"run.name={number}", "algorithm.loss.kl_coefficient=0.1", "run.steps=1"
+        ) as run:
             grpo(run, prompts=2, samples=2)
             run.save("one").result()
         found.append(gloo_loops())
@@ -119,19 +141,29 @@ def test_means_of_two_batches_and_rows_given_twice_are_refused(opened: Open) -> 
         run.forward_backward(second, columns=columns).result()
 
 
-def test_own_sequences_have_log_probs_and_learn_by_weights(stand_ins: StandIns, opened: Open) -> None:
+def test_own_sequences_have_log_probs_and_learn_by_weights(
+    stand_ins: StandIns, opened: Open
+) -> None:
     stand_ins.compute("float64")
     ids = [np.arange(3, 3 + length) for length in (5, 9, 2)]
     rows = [
-        {"input_ids": each, "loss_mask": np.arange(len(each)) > 0, "weights": np.ones(len(each))}
+        {
+            "input_ids": each,
+            "loss_mask": np.arange(len(each)) > 0,
+            "weights": np.ones(len(each)),
+        }
         for each in ids
     ]
     with opened("data.train=''", "reward.function=''") as run:
         batch = run.batch(rows)
         before = run.forward(batch).result().log_probs
         passed = run.forward_backward(batch, "cross_entropy").result()
-        assert [len(row) for row in before] == [5, 9, 2] and not any(row[0] for row in before)
-        assert passed.metrics["loss"] == pytest.approx(-sum(float(row.sum()) for row in before), rel=1e-6)
+        assert [len(row) for row in before] == [5, 9, 2] and not any(
+            row[0] for row in before
+        )
+        assert passed.metrics["loss"] == pytest.approx(
+            -sum(float(row.sum()) for row in before), rel=1e-6
+        )
         for found, known in zip(passed.log_probs, before, strict=True):
             np.testing.assert_allclose(found, known, rtol=1e-6)
         run.step(learning_rate=1e-2).result()
@@ -142,9 +174,13 @@ def test_own_sequences_have_log_probs_and_learn_by_weights(stand_ins: StandIns, 
             run.prompts(1)
 
 
-def test_a_saved_state_comes_back_with_or_without_its_optimiser(stand_ins: StandIns, opened: Open) -> None:
+def test_a_saved_state_comes_back_with_or_without_its_optimiser(
+    stand_ins: StandIns, opened: Open
+) -> None:
     def learn(run: OpenRun) -> dict[str, torch.Tensor]:
-        batch = run.batch([{"input_ids": np.arange(3, 9), "loss_mask": np.arange(6) > 0}], weights=[1.0])
+        batch = run.batch(
+            [{"input_ids": np.arange(3, 9), "loss_mask": np.arange(6) > 0}], weights=[1.0]
+        )
         run.forward_backward(batch, "cross_entropy")
         run.step(learning_rate=1e-2).result()
         return weights(stand_ins)
@@ -154,10 +190,14 @@ def test_a_saved_state_comes_back_with_or_without_its_optimiser(stand_ins: Stand
         assert run.save("one").result() == run.folder / "states" / "one"
         second = learn(run)
         run.load("one").result()
-        assert all(torch.equal(weight, first[name]) for name, weight in weights(stand_ins).items())
+        assert all(
+            torch.equal(weight, first[name]) for name, weight in weights(stand_ins).items()
+        )
         assert all(torch.equal(weight, second[name]) for name, weight in learn(run).items())
         run.load("one", optimizer=False).result()
-        assert not all(torch.equal(weight, second[name]) for name, weight in learn(run).items())
+        assert not all(
+            torch.equal(weight, second[name]) for name, weight in learn(run).items()
+        )
         assert run.steps == 4
         for name in ("../one", "", ".hidden"):
             with refused("name="):
@@ -173,7 +213,10 @@ def learn_in_turns(run: OpenRun, policies: str) -> None:
         run.publish(adapter=policy)
     for number in range(2):
         prompts = ["1+1=", f"1+{number}="]
-        asked = {policy: run.sample(prompts, n=2, seed=number, adapter=policy) for policy in policies}
+        asked = {
+            policy: run.sample(prompts, n=2, seed=number, adapter=policy)
+            for policy in policies
+        }
         for policy, samples in asked.items():
             batch = samples.result().batch
             advantages = {"advantages": np.linspace(-1, ord(policy) - ord("a"), len(batch))}
@@ -200,7 +243,9 @@ def test_lora_policies_in_turns_equal_each_alone_and_all_are_saved(
         for policy, known in alone.items():
             found = exported(run, "both", policy)
             assert all(torch.equal(found[name], weight) for name, weight in known.items())
-        assert not all(torch.equal(alone["b"][name], weight) for name, weight in alone["a"].items())
+        assert not all(
+            torch.equal(alone["b"][name], weight) for name, weight in alone["a"].items()
+        )
         run.save("both")
         run.save("one", adapter="a")
         with pytest.raises(CheckpointError):
@@ -220,12 +265,19 @@ def test_lora_policies_in_turns_equal_each_alone_and_all_are_saved(
             assert all(torch.equal(found[name], weight) for name, weight in known.items())
 
 
-def test_a_policy_of_several_is_named_and_published_before_it_is_sampled(opened: Open) -> None:
+def test_a_policy_of_several_is_named_and_published_before_it_is_sampled(
+    opened: Open,
+) -> None:
     with opened(*POLICIES) as run:
         batch = run.sample(["1+1="]).result().batch  # of the base model
         with refused("adapter='a'"):
             run.sample(["1+1="], adapter="a")
-        for call in (run.step, run.publish, run.export, lambda: run.forward_backward(batch, "gspo")):
+        for call in (
+            run.step,
+            run.publish,
+            run.export,
+            lambda: run.forward_backward(batch, "gspo"),
+        ):
             with refused("adapter=''"):
                 call()
         with refused("name="):
@@ -234,12 +286,18 @@ def test_a_policy_of_several_is_named_and_published_before_it_is_sampled(opened:
         run.step(adapter="a")
 
 
-def test_earlier_versions_of_a_policy_are_sampled_while_engines_keep_them(opened: Open) -> None:
+def test_earlier_versions_of_a_policy_are_sampled_while_engines_keep_them(
+    opened: Open,
+) -> None:
     with opened(*POLICIES, "model.lora.versions=2") as run:
         first, other, second = (run.publish(adapter=policy).result() for policy in "aba")
 
         def sampled(version: int | None, policy: str = "a") -> set[int]:
-            batch = run.sample(["1+1=", "1+2="], n=2, adapter=policy, version=version).result().batch
+            batch = (
+                run.sample(["1+1=", "1+2="], n=2, adapter=policy, version=version)
+                .result()
+                .batch
+            )
             return set(batch["weight_version"].tolist())
 
         assert sampled(first) == {first} and sampled(second) == sampled(None) == {second}
@@ -273,12 +331,16 @@ LOOPS = {
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("title", LOOPS)
-def test_the_loops_of_the_page_run(stand_ins: StandIns, opened: Open, monkeypatch: Any, title: str) -> None:
+def test_the_loops_of_the_page_run(
+    stand_ins: StandIns, opened: Open, monkeypatch: Any, title: str
+) -> None:
     page = ROOT / "docs" / "primitives.md"
     section = re.search(rf"^#+ {title}$(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
     assert section is not None
     code = [
-        block.body for block in blocks_of(page) if block.language == "python" and block.body in section[1]
+        block.body
+        for block in blocks_of(page)
+        if block.language == "python" and block.body in section[1]
     ]
     learned = []
 
@@ -288,6 +350,8 @@ def test_the_loops_of_the_page_run(stand_ins: StandIns, opened: Open, monkeypatc
 
     monkeypatch.setattr(ballast, "open", open_with, raising=False)
     usual = OpenRun.step
-    monkeypatch.setattr(OpenRun, "step", lambda *a, **k: learned.append(k) or usual(*a, **k))
+    monkeypatch.setattr(
+        OpenRun, "step", lambda *a, **k: learned.append(k) or usual(*a, **k)
+    )
     exec("\n".join(code), {"__name__": "page"})
     assert learned

@@ -36,7 +36,11 @@ TEMPLATE = (
     "{{ '=' if add_generation_prompt }}"
 )
 USER, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
-SCHEMA = {sft: SftConfig, preferences: PreferencesConfig, reward_model: RewardTrainingConfig}
+SCHEMA = {
+    sft: SftConfig,
+    preferences: PreferencesConfig,
+    reward_model: RewardTrainingConfig,
+}
 CHAT = [
     *SETTINGS,
     "data.train=x.jsonl",
@@ -54,12 +58,18 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_model(folder: Path, adds: str, template: str = TEMPLATE, tokens: Sequence[str] = ()) -> None:
+def write_model(
+    folder: Path, adds: str, template: str = TEMPLATE, tokens: Sequence[str] = ()
+) -> None:
     """adds: what the tokenizer makes of a text `$A`. tokens: special ones beside <bos> and <eos>."""
     made = characters()
-    made.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": list(tokens)})
+    made.add_special_tokens(
+        {"bos_token": "<bos>", "additional_special_tokens": list(tokens)}
+    )
     own = [(name, made.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>")]
-    made.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=own)
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single=adds, special_tokens=own
+    )
     made.chat_template = template
     create_model(folder, 0, made, width=128, layers=1)
 
@@ -80,7 +90,9 @@ def decoded(found: Inputs) -> list[str]:
 
 def texts(rng: random.Random) -> str:
     return "".join(
-        rng.choices(["<bos>", "<eos>", "1", "2", "+", "="], [1, 1, 3, 3, 3, 3], k=rng.randint(1, 9))
+        rng.choices(
+            ["<bos>", "<eos>", "1", "2", "+", "="], [1, 1, 3, 3, 3, 3], k=rng.randint(1, 9)
+        )
     )
 
 
@@ -90,7 +102,9 @@ def chats(rng: random.Random) -> list[dict[str, Any]]:
     return [
         {
             "role": role,
-            "content": [{"type": "text", "text": texts(rng), "image": None} for _ in range(2)],
+            "content": [
+                {"type": "text", "text": texts(rng), "image": None} for _ in range(2)
+            ],
             "tool_calls": None,
         }
         for role in roles
@@ -99,7 +113,11 @@ def chats(rng: random.Random) -> list[dict[str, Any]]:
 
 def shown(prompt: Any, adds: str) -> str:
     if isinstance(prompt, str):
-        return prompt if prompt.startswith("<bos>") or "<bos>" not in adds else f"<bos>{prompt}"
+        return (
+            prompt
+            if prompt.startswith("<bos>") or "<bos>" not in adds
+            else f"<bos>{prompt}"
+        )
     turns = [
         ("+" if m["role"] == "user" else "=")
         + "".join(part["text"] for part in m["content"])
@@ -112,7 +130,12 @@ def shown(prompt: Any, adds: str) -> str:
 def test_decoded_a_prompt_is_what_its_record_shows(workspace: Path) -> None:
     rng = random.Random(0)
     text, chat = [[make(rng) for _ in range(30)] for make in (texts, chats)]
-    sources = {"text.jsonl": text, "chat.jsonl": chat, "text.parquet": text, "chat.parquet": chat}
+    sources = {
+        "text.jsonl": text,
+        "chat.jsonl": chat,
+        "text.parquet": text,
+        "chat.parquet": chat,
+    }
     for name, prompts in sources.items():
         write(workspace / name, prompts)
     weights = ", ".join(f"{name}: 1" for name in sources)
@@ -121,7 +144,9 @@ def test_decoded_a_prompt_is_what_its_record_shows(workspace: Path) -> None:
     for adds in ("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"):
         write_model(workspace / "model", adds)
         found = tokenize_inputs(config, tried)
-        assert decoded(found) == [shown(prompt, adds) for prompts in sources.values() for prompt in prompts]
+        assert decoded(found) == [
+            shown(prompt, adds) for prompts in sources.values() for prompt in prompts
+        ]
         assert prompt_lines(found)[1].strip() == shown(text[0], adds)
 
 
@@ -129,7 +154,8 @@ def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> 
     write(workspace / "x.jsonl", [[USER, SAID], [USER]])
     tried = try_inputs(load(None, CHAT))
     with pytest.raises(
-        BallastError, match=r"x.jsonl record 1 ends with an assistant's .* data.continue_last_message="
+        BallastError,
+        match=r"x.jsonl record 1 ends with an assistant's .* data.continue_last_message=",
     ):
         tokenize_inputs(load(None, CHAT), tried)
     found = tokenize_inputs(load(None, [*CHAT, "data.continue_last_message=true"]), tried)
@@ -153,22 +179,34 @@ def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> 
         ([{"role": "user", "content": "1\ud800"}], "column 'prompt'"),
     ],
 )
-def test_a_prompt_that_is_none_is_named_when_it_is_read(workspace: Path, prompt: Any, words: str) -> None:
+def test_a_prompt_that_is_none_is_named_when_it_is_read(
+    workspace: Path, prompt: Any, words: str
+) -> None:
     write(workspace / "x.jsonl", ["1+1=", prompt])
     with pytest.raises(BallastError, match=f"x.jsonl:2:? .*{words}"):
         read_records("x.jsonl", "prompt")
 
 
 def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
-    call = {"role": "assistant", "content": None, "name": None, "tool_calls": [{"arguments": {"x": None}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "name": None,
+        "tool_calls": [{"arguments": {"x": None}}],
+    }
     write(workspace / "x.jsonl", [[USER | {"name": None}, call, USER]])
     calls = {"role": "assistant", "tool_calls": [{"arguments": {"x": None}}]}
     assert read_records("x.jsonl", "prompt") == [{"prompt": [USER, calls, USER]}]
-    parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
+    }
     assert show_prompt([calls, parts]) == "assistant: ({'x': None})\n\nuser: 12"
 
 
-@pytest.mark.parametrize("content", ["12", [{"type": "text", "text": "1"}, "2"]], ids=["text", "parts"])
+@pytest.mark.parametrize(
+    "content", ["12", [{"type": "text", "text": "1"}, "2"]], ids=["text", "parts"]
+)
 @pytest.mark.parametrize(
     "shows",
     [
@@ -179,7 +217,9 @@ def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
         "{{ m.content | trim }}",
     ],
 )
-def test_a_template_gets_contents_in_the_form_that_it_shows(shows: str, content: Any) -> None:
+def test_a_template_gets_contents_in_the_form_that_it_shows(
+    shows: str, content: Any
+) -> None:
     made = characters()
     made.chat_template = f"{{% for m in messages %}}{shows}{{% endfor %}}="
     prompt = clean_prompt([{"role": "user", "content": content}], "x")
@@ -195,21 +235,32 @@ def test_a_template_gets_contents_in_the_form_that_it_shows(shows: str, content:
         (evaluate, {"prompt": [{"role": "user", "content": None}]}),
         (sft, {"messages": [USER, {"role": "assistant", "content": None}]}),
         (sft, {"prompt": [USER, SAID], "response": "3"}),
-        (preferences, {"prompt": [USER], "chosen": "1", "rejected": [{"role": "assistant"}]}),
-        *((command, {"prompt": "1", "response": "2\ud800"}) for command in (fit, generate, evaluate, sft)),
+        (
+            preferences,
+            {"prompt": [USER], "chosen": "1", "rejected": [{"role": "assistant"}]},
+        ),
+        *(
+            (command, {"prompt": "1", "response": "2\ud800"})
+            for command in (fit, generate, evaluate, sft)
+        ),
         (preferences, {"prompt": "1", "chosen": "2", "rejected": "3", "\udfff": 1}),
         (reward_model, {"prompt": "1", "chosen": "2", "rejected": "3", "margin": math.nan}),
         (reward_model, {"prompt": "1", "chosen": "2", "rejected": "3", "margin": "1"}),
     ],
 )
 def test_every_command_refuses_a_bad_record_by_name(
-    workspace: Path, command: Any, record: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    workspace: Path,
+    command: Any,
+    record: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (workspace / "x.jsonl").write_text(json.dumps(record))
     assert dry_run(command) == 2
     error = capsys.readouterr().err
     # The file is for training and validation.
-    assert all(line.startswith("error: ") and "x.jsonl" in line for line in error.splitlines())
+    assert all(
+        line.startswith("error: ") and "x.jsonl" in line for line in error.splitlines()
+    )
     assert 1 <= error.count("\n") <= 2
 
 
@@ -234,13 +285,23 @@ READABLE = {
 def test_a_dry_run_names_columns_of_data_that_nothing_reads(
     workspace: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    columns = UNREAD | {"text": "2", "number": 1, "extra": {"index": 1}, "names": ["1"], "conversations": []}
+    columns = UNREAD | {
+        "text": "2",
+        "number": 1,
+        "extra": {"index": 1},
+        "names": ["1"],
+        "conversations": [],
+    }
     if command is sft:  # which reads them
         del columns["messages"]
     (workspace / "x.jsonl").write_text(json.dumps(READABLE[command] | columns))
     assert dry_run(command) == 0
-    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "nothing reads" in line]
-    assert {name for name in (*columns, "prompt") if f"'{name}'" in warning} == UNREAD.keys() & columns.keys()
+    (warning,) = [
+        line for line in capsys.readouterr().out.splitlines() if "nothing reads" in line
+    ]
+    assert {
+        name for name in (*columns, "prompt") if f"'{name}'" in warning
+    } == UNREAD.keys() & columns.keys()
 
 
 @pytest.mark.drawn(5)
@@ -264,12 +325,18 @@ def test_a_reward_or_a_chat_template_reads_columns(
     (workspace / "reward.py").write_text("def reward(response, turns):\n    return 0.0\n")
     write_model(workspace / "model", "$A", TEMPLATE + "{{ tools | length if tools }}")
     tool = {"name": "add", "description": "", "parameters": {}}
-    (workspace / "x.jsonl").write_text(json.dumps({"prompt": [USER], "tools": [tool], "turns": [USER]}))
+    (workspace / "x.jsonl").write_text(
+        json.dumps({"prompt": [USER], "tools": [tool], "turns": [USER]})
+    )
     assert dry_run(fit) == 0
     assert "nothing reads" not in capsys.readouterr().out
 
 
-OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"x": 1}'}}
+OLD_CALL = {
+    "role": "assistant",
+    "content": None,
+    "function_call": {"name": "add", "arguments": '{"x": 1}'},
+}
 
 
 def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
@@ -289,13 +356,20 @@ def test_a_malformed_function_call_is_named(call: Any) -> None:
 
 
 def test_learned_calls_hold_no_arguments_that_arrow_added(workspace: Path) -> None:
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {name: 1}}} for name in "xy"]
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": {name: 1}}}
+        for name in "xy"
+    ]
     rows = [
-        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in calls
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+        for call in calls
     ]
     pa.parquet.write_table(pa.Table.from_pylist(rows), "x.parquet")
     assert pa.parquet.read_table("x.parquet").to_pylist() != rows
-    examples = [sft_examples(record, ("messages", "", ""), "x")[0] for record in read_records("x.parquet")]
+    examples = [
+        sft_examples(record, ("messages", "", ""), "x")[0]
+        for record in read_records("x.parquet")
+    ]
     assert [example.response for example in examples] == [row["messages"] for row in rows]
 
 
@@ -308,10 +382,20 @@ END = TEMPLATE.replace("eos_token", "'<end>'")
 @pytest.mark.parametrize(
     ("command", "records", "code", "words"),
     [
-        (fit, [{"prompt": "1<far>"}], 2, "x.jsonl record 1 has token id 38, '<far>', outside"),
+        (
+            fit,
+            [{"prompt": "1<far>"}],
+            2,
+            "x.jsonl record 1 has token id 38, '<far>', outside",
+        ),
         (generate, [{"prompt": "1<far>"}], 2, "has token id 38"),
         (sft, [{"prompt": "1", "response": "2<far>"}], 2, "has token id 38"),
-        (fit, [{"prompt": [USER]}], 0, "the chat template of model.path=model ends a turn with '<end>'"),
+        (
+            fit,
+            [{"prompt": [USER]}],
+            0,
+            "the chat template of model.path=model ends a turn with '<end>'",
+        ),
         (evaluate, [{"prompt": [USER]}], 0, "Add its id, 19, to eos_token_id"),
         (
             sft,
@@ -342,7 +426,12 @@ def test_a_dry_run_finds_what_a_model_cannot_read_end_or_learn(
     words: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_model(workspace / "model", "$A", END, ["<end>", *(f"<{number}>" for number in range(18)), "<far>"])
+    write_model(
+        workspace / "model",
+        "$A",
+        END,
+        ["<end>", *(f"<{number}>" for number in range(18)), "<far>"],
+    )
     (workspace / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert dry_run(command) == code
     assert words in "".join(capsys.readouterr())
@@ -358,8 +447,14 @@ def test_a_dry_run_finds_what_a_model_cannot_read_end_or_learn(
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        *(("tokenizer.json", text) for text in ("{}", "[]", '{"model": 5}', '{"model"', "")),
-        *(("tokenizer_config.json", text) for text in ('{"eos_token": 5}', '{"added_tokens_decoder": 5}')),
+        *(
+            ("tokenizer.json", text)
+            for text in ("{}", "[]", '{"model": 5}', '{"model"', "")
+        ),
+        *(
+            ("tokenizer_config.json", text)
+            for text in ('{"eos_token": 5}', '{"added_tokens_decoder": 5}')
+        ),
         ("tokenizer_config.json", '{"tokenizer_class": []}'),
     ],
 )
@@ -386,19 +481,38 @@ def test_a_broken_tokenizer_is_named(workspace: Path, file: str, content: str) -
     ],
 )
 def test_a_broken_template_or_tokenizer_is_one_line_of_every_command(
-    workspace: Path, file: str, content: str, command: Any, words: str, capsys: pytest.CaptureFixture[str]
+    workspace: Path,
+    file: str,
+    content: str,
+    command: Any,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (workspace / "model" / file).write_text(content)
     (workspace / "x.jsonl").write_text(json.dumps({"prompt": [USER], "response": "2"}))
     assert dry_run(command) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1 and len(error) < 400
+    assert (
+        error.startswith("error: ")
+        and words in error
+        and error.count("\n") == 1
+        and len(error) < 400
+    )
 
 
 def dry_run(command: Any) -> int:
     """Its exit code."""
     online = command in (fit, generate, evaluate)
-    own = [*CHAT, "data.validation=x.jsonl", "resources.device=cpu", "policy.data_parallel=1"]
-    settings = own if online else ["model.path=model", "data.train=x.jsonl", "data.max_tokens=64"]
-    Path("config.yaml").write_text(to_yaml(load_as(Config if online else SCHEMA[command], None, settings)))
+    own = [
+        *CHAT,
+        "data.validation=x.jsonl",
+        "resources.device=cpu",
+        "policy.data_parallel=1",
+    ]
+    settings = (
+        own if online else ["model.path=model", "data.train=x.jsonl", "data.max_tokens=64"]
+    )
+    Path("config.yaml").write_text(
+        to_yaml(load_as(Config if online else SCHEMA[command], None, settings))
+    )
     return int(command.main(["--config", "config.yaml", "--dry-run"]))

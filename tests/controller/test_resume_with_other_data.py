@@ -14,7 +14,12 @@ from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_wo
 from workers.errors import ConfigError
 from workers.model.checkpoint.checkpoint_folder import read_manifest
 
-OWN = ("data.validation=''", "rollout.placement=apart", "run.checkpoint_every=1", "data.train=mine.jsonl")
+OWN = (
+    "data.validation=''",
+    "rollout.placement=apart",
+    "run.checkpoint_every=1",
+    "data.train=mine.jsonl",
+)
 TRAINED = range(5, 13)  # of which three make prompts of six tokens, and five of four
 
 
@@ -62,7 +67,9 @@ def try_again(*overrides: str) -> DataIdentity:
     ],
     ids=["nothing", "settings of learning", "the same data elsewhere"],
 )
-def test_what_leaves_the_prompts_as_they_were_goes_on(workspace: Path, overrides: tuple[str, ...]) -> None:
+def test_what_leaves_the_prompts_as_they_were_goes_on(
+    workspace: Path, overrides: tuple[str, ...]
+) -> None:
     """From the place of the checkpoint, in data of the same identity."""
     (workspace / "moved.jsonl").write_text(records(*TRAINED))
     checkpoint = read_manifest(checkpoint_path(workspace / "runs" / "run", 2)).extra
@@ -86,9 +93,18 @@ def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
         (("run.seed=1",), "run.seed=1 was 0"),
         (("data.shuffle=false",), "data.shuffle=False was True"),
         (("model.path=judge",), "the tokenizer or chat template is another"),
-        (("model.chat_template=judge/chat_template.jinja",), "the tokenizer or chat template is another"),
-        (("data.chat_template_arguments={x: 1}",), "data.chat_template_arguments={'x': 1} was {}"),
-        (("data.sources={mine.jsonl: 1, longer.jsonl: 1}", "data.train=''"), r"has 8 \+ 9 records"),
+        (
+            ("model.chat_template=judge/chat_template.jinja",),
+            "the tokenizer or chat template is another",
+        ),
+        (
+            ("data.chat_template_arguments={x: 1}",),
+            "data.chat_template_arguments={'x': 1} was {}",
+        ),
+        (
+            ("data.sources={mine.jsonl: 1, longer.jsonl: 1}", "data.train=''"),
+            r"has 8 \+ 9 records",
+        ),
     ],
     ids=[
         "a record more",
@@ -120,11 +136,21 @@ def test_a_run_that_may_go_on_with_other_data_takes_them_from_where_it_is_told(
 ) -> None:
     (workspace / "mine.jsonl").write_text(records(*TRAINED, 13))
     name = f"run.name={other_data}"
-    going_on = [*OWN, name, "run.resume=runs/run", "run.steps=3", f"run.on_data_change={other_data}"]
+    going_on = [
+        *OWN,
+        name,
+        "run.resume=runs/run",
+        "run.steps=3",
+        f"run.on_data_change={other_data}",
+    ]
     finished = StandIns(monkeypatch).run(going_on)
     assert finished.outcome.last_step == 3 and len(finished.outcome.steps) == 1
     progress = read_manifest(checkpoint_path(workspace / "runs" / other_data, 3)).extra
-    assert (progress["position"], progress["data"]["sources"][0][0], progress["data"]["prompts"]) == (
+    assert (
+        progress["position"],
+        progress["data"]["sources"][0][0],
+        progress["data"]["prompts"],
+    ) == (
         position,
         9,
         [9],
@@ -133,7 +159,11 @@ def test_a_run_that_may_go_on_with_other_data_takes_them_from_where_it_is_told(
     try_inputs(load(None, [*SETTINGS, *OWN, name, "run.resume=auto"]))
 
 
-def test_a_limit_that_leaves_out_other_prompts_is_refused_once_they_are_counted(workspace: Path) -> None:
+def test_a_limit_that_leaves_out_other_prompts_is_refused_once_they_are_counted(
+    workspace: Path,
+) -> None:
     resumed = ["run.resume=runs/run", "run.name=shorter", "data.max_prompt_tokens=5"]
-    with pytest.raises(ConfigError, match=r"keeps \[5\] prompts of each source, and kept \[8\]"):
+    with pytest.raises(
+        ConfigError, match=r"keeps \[5\] prompts of each source, and kept \[8\]"
+    ):
         read_inputs(load(None, [*SETTINGS, *OWN, *resumed]))

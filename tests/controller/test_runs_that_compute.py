@@ -67,7 +67,11 @@ def function(named_parameters, config):
 def schedule_function(step, total_steps):
     return (step + 0.5) * total_steps / 2
 """
-TWO_EPOCHS = ("batch.epochs=2", "batch.mini_batches=2", "policy.optimizer.learning_rate=1e-3")
+TWO_EPOCHS = (
+    "batch.epochs=2",
+    "batch.mini_batches=2",
+    "policy.optimizer.learning_rate=1e-3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,9 @@ def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stand_ins(stand_ins: StandIns, stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+def stand_ins(
+    stand_ins: StandIns, stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> StandIns:
     monkeypatch.syspath_prepend(stand_in_folder)
     stand_ins.compute()
     return stand_ins
@@ -108,18 +114,34 @@ def weights_of(finished: StandInRun) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in engine_of(finished).named_weights()}
 
 
-def test_too_many_skipped_steps_stop_the_run_with_the_names_of_its_sequences(run: Run) -> None:
-    names = ", ".join(f"uid {prompt} sample {sample}" for prompt in (0, 1) for sample in (0, 1))
-    with pytest.raises(NonFiniteError, match=rf"the loss was NaN or infinite for rank 0: {names}\. Look"):
-        run(*custom("no_number", "losses_of_a_user.py"), "policy.optimizer.max_skipped_steps=1")
+def test_too_many_skipped_steps_stop_the_run_with_the_names_of_its_sequences(
+    run: Run,
+) -> None:
+    names = ", ".join(
+        f"uid {prompt} sample {sample}" for prompt in (0, 1) for sample in (0, 1)
+    )
+    with pytest.raises(
+        NonFiniteError, match=rf"the loss was NaN or infinite for rank 0: {names}\. Look"
+    ):
+        run(
+            *custom("no_number", "losses_of_a_user.py"),
+            "policy.optimizer.max_skipped_steps=1",
+        )
 
 
-def test_a_run_trains_by_an_optimizer_and_a_schedule_of_its_own(run: Run, stand_in_folder: Path) -> None:
+def test_a_run_trains_by_an_optimizer_and_a_schedule_of_its_own(
+    run: Run, stand_in_folder: Path
+) -> None:
     """The file's path is relative to where the run was started. Workers have their own folders."""
     (stand_in_folder / "own.py").write_text(OWN)
-    own = [f"policy.optimizer.{name}=own.py:{name}" for name in ("function", "schedule_function")]
+    own = [
+        f"policy.optimizer.{name}=own.py:{name}"
+        for name in ("function", "schedule_function")
+    ]
     finished = run("policy.optimizer.name=custom", "policy.optimizer.schedule=custom", *own)
-    assert [step["policy/learning_rate"] for step in finished.outcome.steps] == pytest.approx([0.25, 0.75])
+    assert [
+        step["policy/learning_rate"] for step in finished.outcome.steps
+    ] == pytest.approx([0.25, 0.75])
     assert isinstance(engine_of(finished).optimizer, torch.optim.Adagrad)
     assert (
         worker_arguments(finished.config, "policy")["optimizer"].function
@@ -131,7 +153,10 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     run: Run, batches: list[RemoteBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished = run(
-        "run.steps=1", "model.lora.rank=2", "run.save_every=1", "policy.optimizer.learning_rate=1e-2"
+        "run.steps=1",
+        "model.lora.rank=2",
+        "run.save_every=1",
+        "policy.optimizer.learning_rate=1e-2",
     )
     monkeypatch.setattr(
         torch.cuda, "is_available", lambda: False
@@ -148,8 +173,12 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     weights = "adapter_model.safetensors"
     for name in ("model", "model-1"):
         assert files_beside(folder / name) == files_beside(Path("model"))
-        assert ModelCard.load(folder / name / "README.md").data.library_name == "transformers"
-    assert (folder / "adapters-1" / weights).read_bytes() == (folder / "adapters" / weights).read_bytes()
+        assert (
+            ModelCard.load(folder / name / "README.md").data.library_name == "transformers"
+        )
+    assert (folder / "adapters-1" / weights).read_bytes() == (
+        folder / "adapters" / weights
+    ).read_bytes()
 
 
 LORA_RUN = ("model.lora.rank=2", "policy.optimizer.learning_rate=1e-7")
@@ -163,7 +192,10 @@ LORA_RUN = ("model.lora.rank=2", "policy.optimizer.learning_rate=1e-7")
         (("policy.optimizer.state_dtype=bfloat16",), {torch.bfloat16}),
         (("policy.optimizer.state_dtype=int8",), {torch.int8, torch.uint8, torch.float32}),
         ((*LORA_RUN, "model.base_dtype=int8"), {torch.int8}),
-        ((*LORA_RUN, "model.base_dtype=nf4", "policy.optimizer.state_dtype=bfloat16"), {torch.uint8}),
+        (
+            (*LORA_RUN, "model.base_dtype=nf4", "policy.optimizer.state_dtype=bfloat16"),
+            {torch.uint8},
+        ),
     ],
     ids=["bfloat16 states", "int8 states", "int8 base", "nf4 base and bfloat16 states"],
 )
@@ -173,8 +205,16 @@ def test_a_run_trains_with_states_and_base_weights_of_few_bytes(
     finished = run("policy.optimizer.learning_rate=1e-2", *settings)
     engine = engine_of(finished)
     assert all(step["policy/grad_norm"] > 0 for step in finished.outcome.steps)
-    states = [part for state in optimizer_state(engine.optimizer).values() for part in state.values()]
-    codes = {weight.dtype for name, weight in engine.module.named_parameters() if name.endswith(".codes")}
+    states = [
+        part
+        for state in optimizer_state(engine.optimizer).values()
+        for part in state.values()
+    ]
+    codes = {
+        weight.dtype
+        for name, weight in engine.module.named_parameters()
+        if name.endswith(".codes")
+    }
     assert (codes or {part.dtype for part in states if part.ndim}) == stored
     if codes:
         name = "model.layers.0.mlp.down_proj.weight"
@@ -185,7 +225,9 @@ def test_a_run_trains_with_states_and_base_weights_of_few_bytes(
 
 def log_probs_by(module: torch.nn.Module, sequences: DataProto) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([log_probs for log_probs, _ in unpacked_log_probs(module, sequences)])
+        return torch.cat(
+            [log_probs for log_probs, _ in unpacked_log_probs(module, sequences)]
+        )
 
 
 def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_entropies(
@@ -195,10 +237,14 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
     columns = ("algorithm.loss.columns=level, source", "algorithm.loss.old_entropies=true")
     finished = run(*custom("looks"), *columns, several_micro_batches)
     seen = sys.modules["losses_of_a_user"].SEEN
-    assert [(sequence.meta["step"], sequence.meta["steps"], sequence.meta["epoch"]) for sequence in seen] == [
-        (step, 2, 0) for step in (1, 2) for _ in range(4)
-    ]
-    first = {(sequence.objects["uid"][0], int(sequence["sample"][0])): sequence for sequence in seen[:4]}
+    assert [
+        (sequence.meta["step"], sequence.meta["steps"], sequence.meta["epoch"])
+        for sequence in seen
+    ] == [(step, 2, 0) for step in (1, 2) for _ in range(4)]
+    first = {
+        (sequence.objects["uid"][0], int(sequence["sample"][0])): sequence
+        for sequence in seen[:4]
+    }
     rows = batches[0].gather()
     base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
     with torch.no_grad():
@@ -216,7 +262,8 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
     always = {"input_ids", "loss_mask", "prefix_hashes", "level", "source"}
     assert of_the_batch | always == {*tried, *tokens} | always
     with pytest.raises(
-        DataError, match=r"'source' holds no numbers. The loss finds it in predictions.objects"
+        DataError,
+        match=r"'source' holds no numbers. The loss finds it in predictions.objects",
     ):
         seen[0]["source"]
 
@@ -230,7 +277,9 @@ def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches
     rows = batch.gather()
     advantages = sequence_advantages(finished.config.algorithm, batch, batch["reward"])
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     with torch.no_grad():
         old = [log_probs.float() for log_probs, _ in unpacked_log_probs(model, rows)]
     ratios = []
@@ -242,7 +291,9 @@ def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches
                 ((log_probs, _),) = unpacked_log_probs(model, one)
                 ratio = (log_probs - old[row])[one.tokens["loss_mask"]].exp()
                 advantage = float(advantages[row])
-                losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+                losses.append(
+                    -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                )
                 ratios.append(ratio.detach())
             torch.cat(losses).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -252,7 +303,13 @@ def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches
         torch.cat(ratios[4:]) - 1
     ).abs().max() > 0.01  # the second pass starts from the log-probs before the first
     expected, found = dict(model.named_parameters()), weights_of(finished)
-    assert max(float((found[name] - weight.detach()).abs().max()) for name, weight in expected.items()) < 1e-9
+    assert (
+        max(
+            float((found[name] - weight.detach()).abs().max())
+            for name, weight in expected.items()
+        )
+        < 1e-9
+    )
     assert finished.outcome.steps[0]["tokens/update"] == 2 * batch["length"].sum()
 
 
@@ -262,7 +319,11 @@ AGGREGATIONS = {
     "sequence_mean_token_sum": lambda tokens, groups: 1 / len(tokens),
     "sequence_mean_token_sum_norm": lambda tokens, groups: 1 / (len(tokens) * 8),
     "group_mean_token_mean": lambda tokens, groups: (
-        1 / (len(np.unique(groups)) * np.array([tokens[groups == group].sum() for group in groups]))
+        1
+        / (
+            len(np.unique(groups))
+            * np.array([tokens[groups == group].sum() for group in groups])
+        )
     ),
 }
 
@@ -274,7 +335,8 @@ def cut(seed: int) -> tuple[int, str]:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
-    ("rule", "aggregation"), [("drop", "token_mean"), *(("mask", name) for name in AGGREGATIONS)]
+    ("rule", "aggregation"),
+    [("drop", "token_mean"), *(("mask", name) for name in AGGREGATIONS)],
 )
 def test_the_loss_of_masked_samples_is_that_of_a_batch_without_them_and_their_rewards_count(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], rule: str, aggregation: str
@@ -283,14 +345,21 @@ def test_the_loss_of_masked_samples_is_that_of_a_batch_without_them_and_their_re
     stand_ins.world.answer = cut
     loss = [f"algorithm.loss.aggregation={aggregation}", "algorithm.loss.constant_length=8"]
     loss = loss[: 1 + aggregation.endswith("norm")]
-    finished = run(f"reward.truncated={rule}", *loss, "run.steps=1", "rollout.samples_per_prompt=4")
+    finished = run(
+        f"reward.truncated={rule}", *loss, "run.steps=1", "rollout.samples_per_prompt=4"
+    )
     (batch,) = batches
     metrics, kept = finished.outcome.steps[0], np.flatnonzero(~batch["truncated"])
     assert metrics["rollout/truncated_share"] * 8 == 8 - len(kept)
     assert len(batch) == (8 if rule == "mask" else len(kept)) and 2 < len(kept) < 7
     advantages = sequence_advantages(finished.config.algorithm, batch, batch["reward"])
-    weights = AGGREGATIONS[aggregation](batch["response_tokens"][kept], batch["group_number"][kept])
-    rows, model = batch.gather(), AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    weights = AGGREGATIONS[aggregation](
+        batch["response_tokens"][kept], batch["group_number"][kept]
+    )
+    rows, model = (
+        batch.gather(),
+        AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64),
+    )
     total = 0.0
     for row, weight in zip(kept, np.broadcast_to(weights, kept.shape), strict=True):
         one = rows.slice(row, row + 1)
@@ -298,7 +367,9 @@ def test_the_loss_of_masked_samples_is_that_of_a_batch_without_them_and_their_re
         ratio = (log_probs - log_probs.detach())[one.tokens["loss_mask"]].exp()
         total = total - weight * advantages[row] * ratio.sum()
     total.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )
     assert metrics["policy/loss"] == pytest.approx(total.item(), rel=1e-6, abs=1e-9)
     assert metrics["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
 
@@ -319,14 +390,25 @@ def test_a_step_whose_samples_are_all_truncated_trains_nothing_or_ends_the_run(
 
 
 def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
-    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    stand_ins: StandIns,
+    batches: list[RemoteBatch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_ins.compute()
     stand_ins.world.answer = lambda seed: (9, "length")
-    monkeypatch.setattr("workers.episodes.thinking.MARKS", ("=", "+"))  # prompts end with `=`
-    settings = ("rollout.sampling.max_thinking_tokens=5", "rollout.sampling.end_of_thinking=9+")
+    monkeypatch.setattr(
+        "workers.episodes.thinking.MARKS", ("=", "+")
+    )  # prompts end with `=`
+    settings = (
+        "rollout.sampling.max_thinking_tokens=5",
+        "rollout.sampling.end_of_thinking=9+",
+    )
     finished = run(
-        *settings, "run.steps=1", "rollout.samples_per_prompt=8", "policy.max_tokens_per_micro_batch=256"
+        *settings,
+        "run.steps=1",
+        "rollout.samples_per_prompt=8",
+        "policy.max_tokens_per_micro_batch=256",
     )
     (batch,) = batches
     rows, inserted, cut = batch.gather(), tokenizer()("9+")["input_ids"], 0
@@ -336,7 +418,10 @@ def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
             for name in ("input_ids", "loss_mask")
         )
         is_cut = inserted[1] not in ids[:5]
-        assert bool(batch["cut_thoughts"][row]) == is_cut and int(mask.sum()) == batch["response_tokens"][row]
+        assert (
+            bool(batch["cut_thoughts"][row]) == is_cut
+            and int(mask.sum()) == batch["response_tokens"][row]
+        )
         assert mask.tolist() == [True] * 5 + [not is_cut] * 2 + [True]
         assert not is_cut or ids[5:7].tolist() == inserted
         cut += is_cut
@@ -344,14 +429,21 @@ def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
     assert finished.outcome.steps[0]["rollout/cut_thoughts_share"] == cut / len(batch)
 
 
-def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: Run) -> None:
+def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(
+    run: Run,
+) -> None:
     straight = run(*TWO_EPOCHS, "run.name=straight")
     weights = weights_of(straight)
     run(*TWO_EPOCHS, "run.checkpoint_every=1", "run.steps=1")
     resumed = run(*TWO_EPOCHS, "run.checkpoint_every=1", "run.resume=auto")
     assert len(resumed.outcome.steps) == 1
-    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items())
-    assert resumed.outcome.steps[-1]["policy/loss"] == straight.outcome.steps[-1]["policy/loss"]
+    assert all(
+        torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items()
+    )
+    assert (
+        resumed.outcome.steps[-1]["policy/loss"]
+        == straight.outcome.steps[-1]["policy/loss"]
+    )
 
 
 @pytest.mark.drawn(1)
@@ -377,20 +469,28 @@ def test_a_checkpoint_before_the_first_update_changes_no_later_update(
     assert [batch.meta["step"] for batch in batches] == [2]
     resumed = run(*settings, "run.checkpoint_every=1", "run.resume=auto")
     assert len(resumed.outcome.steps) == 1
-    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items())
+    assert all(
+        torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items()
+    )
 
 
 def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run) -> None:
     finished = run(*TWO_EPOCHS, "policy.optimizer.schedule=linear")
     rates = [step["policy/learning_rate"] for step in finished.outcome.steps]
-    assert rates == pytest.approx([1e-3 / 8 * np.mean(part) for part in ([8, 7, 6, 5], [4, 3, 2, 1])])
-    assert engine_of(finished).states.current.schedule.get_last_lr()[0] == pytest.approx(0.0, abs=1e-12)
+    assert rates == pytest.approx(
+        [1e-3 / 8 * np.mean(part) for part in ([8, 7, 6, 5], [4, 3, 2, 1])]
+    )
+    assert engine_of(finished).states.current.schedule.get_last_lr()[0] == pytest.approx(
+        0.0, abs=1e-12
+    )
 
 
 @pytest.fixture(scope="module")
 def experts(stand_in_folder: Path) -> str:
     """A mixture of four experts, two a token, with the tokenizer of the other models."""
-    config = tiny_config("qwen3_moe", vocab_size=32, bos_token_id=None, eos_token_id=tokenizer().eos_token_id)
+    config = tiny_config(
+        "qwen3_moe", vocab_size=32, bos_token_id=None, eos_token_id=tokenizer().eos_token_id
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(stand_in_folder / "experts")
     tokenizer().save_pretrained(stand_in_folder / "experts")
@@ -398,7 +498,11 @@ def experts(stand_in_folder: Path) -> str:
 
 
 def test_updates_go_through_the_experts_that_the_sampler_chose(
-    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], experts: str, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    stand_ins: StandIns,
+    batches: list[RemoteBatch],
+    experts: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To compare changes nothing, to replay changes the update; both say how often the routers would choose
     others. The reference does not get the choices.
@@ -415,18 +519,24 @@ def test_updates_go_through_the_experts_that_the_sampler_chose(
         stand_ins.world.routed_experts = None if setting == "none" else chosen
         settings = (f"model.router_replay={setting}", f"run.name={setting}", "run.steps=1")
         finished = run(experts, "algorithm.loss.kl_coefficient=0.1", *settings)
-        weights[setting] = torch.cat([weight.flatten() for weight in weights_of(finished).values()])
+        weights[setting] = torch.cat(
+            [weight.flatten() for weight in weights_of(finished).values()]
+        )
         mismatch[setting] = finished.outcome.steps[0].get("policy/router_mismatch")
         rows = batches.pop().gather()
         assert ("routed_experts" in rows.tokens) == (setting != "none")
     assert given == {("none", False), ("compare", True), ("replay", True)}
     read = int(rows.lengths[0]) - 1  # the engine never reads the last token
     assert rows.tokens["routed_experts"].dtype == torch.uint8
-    assert torch.equal(rows.tokens["routed_experts"][:read], torch.from_numpy(chosen).expand(read, -1, -1))
+    assert torch.equal(
+        rows.tokens["routed_experts"][:read], torch.from_numpy(chosen).expand(read, -1, -1)
+    )
     assert torch.equal(weights["none"], weights["compare"])
     assert not torch.equal(weights["none"], weights["replay"])
     assert mismatch["none"] is None
-    assert 0.2 < mismatch["compare"] < 0.8 and 0.2 < mismatch["replay"] < 0.8  # two of four by chance
+    assert (
+        0.2 < mismatch["compare"] < 0.8 and 0.2 < mismatch["replay"] < 0.8
+    )  # two of four by chance
 
 
 PPO = (
@@ -443,16 +553,22 @@ PPO = (
 )
 
 
-def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(run: Run, tmp_path: Path) -> None:
+def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(
+    run: Run, tmp_path: Path
+) -> None:
     first, second = run(*PPO).outcome.steps
     assert "policy/loss" not in first and np.isfinite(second["policy/loss"])
     assert [first["rollout/weight_version"], second["rollout/weight_version"]] == [0.0, 1.0]
     assert first["critic/grad_norm"] > 0
     assert first["critic/values"] == 0.0 != second["critic/values"]
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
-    assert first["reward/kl"] == pytest.approx(0.0, abs=1e-3)  # the policy is still its reference
+    assert first["reward/kl"] == pytest.approx(
+        0.0, abs=1e-3
+    )  # the policy is still its reference
     assert first["reward/kl_coefficient"] == 0.1
-    assert second["reward/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))  # 4 samples
+    assert second["reward/kl_coefficient"] == pytest.approx(
+        0.1 * (1 - 0.2 * 4 / 100)
+    )  # 4 samples
     assert first["critic/returns"] > 0
     critic = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "run" / "critic", dtype=torch.float32
@@ -460,7 +576,9 @@ def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(run: Run, t
     assert critic.score.weight.shape[0] == 1
     assert critic.score.weight.abs().sum() > 0
     for role in ("policy", "critic"):
-        found = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / role).iterdir())
+        found = sorted(
+            path.name for path in (tmp_path / "run" / "checkpoints" / role).iterdir()
+        )
         assert found == ["step-1", "step-2"]
 
 
@@ -490,8 +608,18 @@ AUDITED = (
     "rollout.samples_per_prompt=4",
     "run.record_samples=true",
 )
-CLIPS = ("algorithm.loss.clip_low=0.01", "algorithm.loss.clip_high=0.03", "batch.mini_batches=2")
-CHECKED = ("ratios.first_update", "ratios.later_updates", "loss.value", "loss.denominators", "metrics.values")
+CLIPS = (
+    "algorithm.loss.clip_low=0.01",
+    "algorithm.loss.clip_high=0.03",
+    "batch.mini_batches=2",
+)
+CHECKED = (
+    "ratios.first_update",
+    "ratios.later_updates",
+    "loss.value",
+    "loss.denominators",
+    "metrics.values",
+)
 
 
 def findings_of_run(finished: StandInRun) -> dict[str, list[Finding]]:
@@ -513,8 +641,15 @@ def findings_of_run(finished: StandInRun) -> dict[str, list[Finding]]:
         (*CLIPS, "batch.epochs=2"),
         (),
         (*CLIPS, "algorithm.loss.name=gspo"),
-        (*CLIPS, "algorithm.loss.name=cispo", "algorithm.loss.aggregation=sequence_mean_token_sum"),
-        ("algorithm.loss.name=reinforce", "algorithm.loss.rollout_correction.weights=token"),
+        (
+            *CLIPS,
+            "algorithm.loss.name=cispo",
+            "algorithm.loss.aggregation=sequence_mean_token_sum",
+        ),
+        (
+            "algorithm.loss.name=reinforce",
+            "algorithm.loss.rollout_correction.weights=token",
+        ),
     ],
     ids=["clipped", "two_epochs", "one_update", "gspo", "cispo", "reinforce"],
 )
@@ -530,7 +665,10 @@ def sequence_counts(losses, predictions, denominators, aggregation, length):
 
 
 LOSS_FAULTS = {
-    "ratio_of_itself": ("ratio_losses.log_ratio_to_old", lambda p: p.log_probs - p.log_probs.detach()),
+    "ratio_of_itself": (
+        "ratio_losses.log_ratio_to_old",
+        lambda p: p.log_probs - p.log_probs.detach(),
+    ),
     "clip_bounds_swapped": (
         "ratio_losses.clip",
         lambda ratio, config: ratio.clamp(1 - config.clip_high, 1 + config.clip_low),
@@ -539,7 +677,10 @@ LOSS_FAULTS = {
         "ratio_losses.log_ratio_to_old",
         lambda p: p.log_probs - p["rollout_log_probs"],
     ),
-    "kl_left_out": ("registry.kl_of_loss", lambda log_ratio, *_: torch.zeros_like(log_ratio)),
+    "kl_left_out": (
+        "registry.kl_of_loss",
+        lambda log_ratio, *_: torch.zeros_like(log_ratio),
+    ),
     "aggregation:sequence_mean_token_sum": ("registry.aggregate", sequence_counts),
 }
 
@@ -586,9 +727,16 @@ def thinker(stand_in_folder: Path) -> tuple[str, ...]:
     AutoModelForCausalLM.from_config(config).save_pretrained(stand_in_folder / "thinker")
     characters.save_pretrained(stand_in_folder / "thinker")
     (stand_in_folder / "sums.py").write_text(SUMS)
-    records = [json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i}?"}]}) for i in range(8)]
+    records = [
+        json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i}?"}]}) for i in range(8)
+    ]
     (stand_in_folder / "chats.jsonl").write_text("\n".join(records))
-    data = ("model.path=thinker", "data.train=chats.jsonl", "data.max_prompt_tokens=64", "reward.function=''")
+    data = (
+        "model.path=thinker",
+        "data.train=chats.jsonl",
+        "data.max_prompt_tokens=64",
+        "reward.function=''",
+    )
     lengths = (
         "rollout.sampling.max_new_tokens=64",
         "policy.max_tokens_per_micro_batch=512",
@@ -609,14 +757,22 @@ def thought(seed: int) -> tuple[list[int], str]:
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+)
 def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
-    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], thinker: tuple[str, ...], aggregation: str
+    run: Run,
+    stand_ins: StandIns,
+    batches: list[RemoteBatch],
+    thinker: tuple[str, ...],
+    aggregation: str,
 ) -> None:
     """As a plain loop does that trains each turn as a sequence of its own. A sample counts once."""
     stand_ins.compute("float64")
     stand_ins.world.answer = thought
-    finished = run(*thinker, f"algorithm.loss.aggregation={aggregation}", "run.record_samples=true")
+    finished = run(
+        *thinker, f"algorithm.loss.aggregation={aggregation}", "run.record_samples=true"
+    )
     (batch,) = batches
     assert batch["sample_number"].tolist() == [n for n in range(4) for _ in range(3)]
     (metrics,) = finished.outcome.steps
@@ -625,9 +781,16 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
         metrics["rollout/rows_per_sample"],
         metrics["rollout/turns_mean"],
     ) == (4, 3, 3)
-    assert (metrics["rollout/cut_tokens_mean"], metrics["rollout/history_refused_share"]) == (0, 0)
+    assert (
+        metrics["rollout/cut_tokens_mean"],
+        metrics["rollout/history_refused_share"],
+    ) == (0, 0)
     rewards = dict(
-        zip(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True), batch["reward"], strict=True)
+        zip(
+            zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True),
+            batch["reward"],
+            strict=True,
+        )
     )
     assert len({*rewards.values()}) > 2
     advantages = {}
@@ -636,8 +799,14 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
         advantages[f"{uid}/{sample}"] = float(
             np.float32((reward - group.mean()) / (group.std(ddof=1) + 1e-6))
         )
-    turns = [(name.rpartition("/")[0], prompt, tokens) for name, prompt, tokens in stand_ins.world.turns]
-    sampled = {name: sum(len(tokens) for other, _, tokens in turns if other == name) for name in advantages}
+    turns = [
+        (name.rpartition("/")[0], prompt, tokens)
+        for name, prompt, tokens in stand_ins.world.turns
+    ]
+    sampled = {
+        name: sum(len(tokens) for other, _, tokens in turns if other == name)
+        for name in advantages
+    }
     assert len(turns) == 12
     model = AutoModelForCausalLM.from_pretrained("thinker", dtype=torch.float64)
     for name, prompt, tokens in turns:
@@ -649,22 +818,35 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
             .gather(-1, ids[len(prompt) :, None])
         )
         weight = {"token_mean": 1 / sum(sampled.values()), "sequence_mean_token_sum": 1 / 4}
-        (-log_probs.sum() * advantages[name] * weight.get(aggregation, 1 / (4 * sampled[name]))).backward()
-    expected = torch.sqrt(sum(parameter.grad.square().sum() for parameter in model.parameters()))
+        (
+            -log_probs.sum()
+            * advantages[name]
+            * weight.get(aggregation, 1 / (4 * sampled[name]))
+        ).backward()
+    expected = torch.sqrt(
+        sum(parameter.grad.square().sum() for parameter in model.parameters())
+    )
     assert metrics["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
     loss = [
-        -advantages[name] * len(t) * weight.get(aggregation, 1 / (4 * sampled[name])) for name, _, t in turns
+        -advantages[name] * len(t) * weight.get(aggregation, 1 / (4 * sampled[name]))
+        for name, _, t in turns
     ]
     assert metrics["policy/loss"] == pytest.approx(sum(loss), rel=1e-6)
     folder = finished.config.run_folder
     replayed = replay(
-        replay_settings(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console()
+        replay_settings(settings_of(folder), start_before(folder, 1, "never")),
+        folder,
+        range(1, 2),
+        Console(),
     )
     assert replayed["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
 
 
 def test_rewritten_conversations_made_ahead_are_trained_after_a_resumption_too(
-    stand_ins: StandIns, batches: list[RemoteBatch], thinker: tuple[str, ...], tmp_path: Path
+    stand_ins: StandIns,
+    batches: list[RemoteBatch],
+    thinker: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
     """Groups that were made ahead come from the checkpoint's file with their branches."""
     stand_ins.compute()
@@ -675,11 +857,23 @@ def test_rewritten_conversations_made_ahead_are_trained_after_a_resumption_too(
         "data.validation=''",
         "rollout.placement=apart",
     ]
-    settings += [*thinker, "rollout.max_staleness=1", "run.checkpoint_every=1", "batch.mini_batches=2"]
+    settings += [
+        *thinker,
+        "rollout.max_staleness=1",
+        "run.checkpoint_every=1",
+        "batch.mini_batches=2",
+    ]
     settings += ["run.steps=3", "run.keep_checkpoints=3"]
     first = stand_ins.run(settings).outcome.steps
-    made, begin = len(stand_ins.world.turns), tmp_path / "run" / "checkpoints" / "policy" / "step-1"
-    second = stand_ins.run([*settings, "run.name=again", f"run.resume={begin}"]).outcome.steps
+    made, begin = (
+        len(stand_ins.world.turns),
+        tmp_path / "run" / "checkpoints" / "policy" / "step-1",
+    )
+    second = stand_ins.run(
+        [*settings, "run.name=again", f"run.resume={begin}"]
+    ).outcome.steps
     assert [step["rollout/rows_per_sample"] for step in (*first, *second)] == [3] * 5
     assert [len(batch) for batch in batches] == [12] * 5
-    assert len(stand_ins.world.turns) - made < 3 * 12  # of steps 2 and 3 and a comparison of log-probs
+    assert (
+        len(stand_ins.world.turns) - made < 3 * 12
+    )  # of steps 2 and 3 and a comparison of log-probs

@@ -64,7 +64,9 @@ class StandInGateway:
         pass
 
 
-Run = Callable[..., tuple[list[Session], list[dict[str, Tensor]], list[RemoteBatch], dict[str, float]]]
+Run = Callable[
+    ..., tuple[list[Session], list[dict[str, Tensor]], list[RemoteBatch], dict[str, float]]
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,11 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
             with session.sampling() as number:
                 answer = response(rng.integers(3, 12, rng.integers(1, 5)).tolist())
                 node = session.add(
-                    SessionPrompt([], parent=parent), prompt, answer, number=number, name=str(number)
+                    SessionPrompt([], parent=parent),
+                    prompt,
+                    answer,
+                    number=number,
+                    name=str(number),
                 )
             node.received = len(nodes) < len(TREES[place])
             nodes.append(node)
@@ -150,7 +156,12 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         *overrides: str,
     ) -> tuple[list[Session], list[dict[str, Tensor]], list[RemoteBatch], dict[str, float]]:
         outcome = stand_ins.run([*settings, *overrides]).outcome
-        return [sessions[key] for key in sorted(sessions)], gradients, batches, outcome.steps[0]
+        return (
+            [sessions[key] for key in sorted(sessions)],
+            gradients,
+            batches,
+            outcome.steps[0],
+        )
 
     return made
 
@@ -179,10 +190,18 @@ def test_the_gradient_is_that_of_every_path_by_itself(
         f"policy.max_tokens_per_micro_batch={cap}",
     )
     assert [len(session.leaves) for session in sessions] == [1, 2, 4, 2]
-    assert len(batches[0]) == 9 and np.bincount(batches[0]["sample_number"]).tolist() == [1, 2, 4, 2]
+    assert len(batches[0]) == 9 and np.bincount(batches[0]["sample_number"]).tolist() == [
+        1,
+        2,
+        4,
+        2,
+    ]
     first = np.unique(batches[0]["sample_number"], return_index=True)[1]
     values = batches[0]["reward"][first].tolist()
-    added = [value - (session.value or 0.0) for value, session in zip(values, sessions, strict=True)]
+    added = [
+        value - (session.value or 0.0)
+        for value, session in zip(values, sessions, strict=True)
+    ]
     assert added == [0.0, 1.0, 0.0, 1.0]  # by reward functions, to each leaf
     sampled = [session.response_tokens for session in sessions]
     weights = {"token_mean": [1 / sum(sampled)] * 4, "sequence_mean_token_sum": [1 / 4] * 4}
@@ -195,16 +214,27 @@ def test_the_gradient_is_that_of_every_path_by_itself(
             path = session.path(leaf)
             own = [session._rewards.get(node.names[0]) for node in path]
             reward = ([number / 4] + [each for each in own if each is not None])[-1]
-            advantage = reward + added[number] - np.mean(values[number // 2 * 2 : number // 2 * 2 + 2])
+            advantage = (
+                reward
+                + added[number]
+                - np.mean(values[number // 2 * 2 : number // 2 * 2 + 2])
+            )
             ids, end = torch.tensor(session.ids(leaf)), 0
-            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            log_probs = (
+                model(ids[None])
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, ids[1:, None])[:, 0]
+            )
             for node in path:
                 start = end + len(node.given)
                 end = start + len(node.response.ids)
                 share = weight * advantage / below.count(node)
                 (-share * log_probs[start - 1 : end - 1].sum()).backward(retain_graph=True)
     expected = {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
     assert gradients[0].keys() == expected.keys()
     for name, gradient in expected.items():
@@ -213,7 +243,9 @@ def test_the_gradient_is_that_of_every_path_by_itself(
     assert metrics["reward/mean"] == pytest.approx(np.mean(values))
 
 
-def test_an_estimator_of_another_form_is_refused_once_a_response_is_rewarded(run: Run) -> None:
+def test_an_estimator_of_another_form_is_refused_once_a_response_is_rewarded(
+    run: Run,
+) -> None:
     with refused("algorithm.advantage=reinforce_plus_plus", DataError):
         run("algorithm.advantage=reinforce_plus_plus")
 
@@ -227,12 +259,20 @@ def test_a_plan_knows_that_shared_turns_are_computed_once() -> None:
         begun = session.ids(parent) if parent else np.full(300, 5 + len(nodes), np.int32)
         prompt = np.concatenate([begun, rng.integers(3, 1_000, 40, np.int32)])
         answer = response(rng.integers(3, 1_000, 60).tolist())
-        nodes.append(session.add(SessionPrompt([], parent=parent), prompt, answer, number=len(nodes)))
+        nodes.append(
+            session.add(SessionPrompt([], parent=parent), prompt, answer, number=len(nodes))
+        )
         nodes[-1].received = True
     rows = session.rows()[1:]
     branches = branches_of(session.rows(), session.prompt_tokens)
-    columns = {name: np.array([getattr(each, name) for each in branches], object) for name in BRANCH_COLUMNS}
-    numbers = [columns[name].astype(np.int64) for name in ("prompt_hash", "prompt_tokens", "length")]
+    columns = {
+        name: np.array([getattr(each, name) for each in branches], object)
+        for name in BRANCH_COLUMNS
+    }
+    numbers = [
+        columns[name].astype(np.int64)
+        for name in ("prompt_hash", "prompt_tokens", "length")
+    ]
     shared = prefix_columns(*numbers, columns["prefix_hashes"], minimum=1)
     tree = sum(len(node.ids) for node in nodes)
     assert (len(rows), tree, numbers[-1].sum()) == (5, 1_500, 2_800)

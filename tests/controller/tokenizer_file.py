@@ -6,7 +6,14 @@ from pathlib import Path
 
 END = "<|endoftext|>"
 # Those of sums first, for models of few ids; space and newline as byte-level models write them.
-CHARACTERS = [END, *string.digits, *string.punctuation, *string.ascii_letters, "\u0120", "\u010a"]
+CHARACTERS = [
+    END,
+    *string.digits,
+    *string.punctuation,
+    *string.ascii_letters,
+    "\u0120",
+    "\u010a",
+]
 _BYTES = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 _TOKENIZER = {
     "version": "1.0",
@@ -27,7 +34,11 @@ _TOKENIZER = {
     "pre_tokenizer": {"type": "ByteLevel", **_BYTES},
     "post_processor": None,
     "decoder": {"type": "ByteLevel", **_BYTES},
-    "model": {"type": "BPE", "vocab": {text: number for number, text in enumerate(CHARACTERS)}, "merges": []},
+    "model": {
+        "type": "BPE",
+        "vocab": {text: number for number, text in enumerate(CHARACTERS)},
+        "merges": [],
+    },
 }
 
 

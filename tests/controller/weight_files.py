@@ -27,9 +27,13 @@ def qwen2_weights(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     writes them.
     """
     hidden, width, heads = (
-        description[f"{n}"] for n in ("hidden_size", "intermediate_size", "num_attention_heads")
+        description[f"{n}"]
+        for n in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
-    query, key = hidden // heads * heads, hidden // heads * description["num_key_value_heads"]
+    query, key = (
+        hidden // heads * heads,
+        hidden // heads * description["num_key_value_heads"],
+    )
     layer = {
         "self_attn.q_proj.weight": (query, hidden),
         "self_attn.k_proj.weight": (key, hidden),
@@ -50,8 +54,14 @@ def qwen2_weights(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for number in range(description["num_hidden_layers"]):
         weights |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-    judges = any("SequenceClassification" in name for name in description.get("architectures", ()))
-    output = (
-        {"score.weight": (1, hidden)} if judges else {"lm_head.weight": (description["vocab_size"], hidden)}
+    judges = any(
+        "SequenceClassification" in name for name in description.get("architectures", ())
     )
-    return weights | ({} if description.get("tie_word_embeddings") and not judges else output)
+    output = (
+        {"score.weight": (1, hidden)}
+        if judges
+        else {"lm_head.weight": (description["vocab_size"], hidden)}
+    )
+    return weights | (
+        {} if description.get("tie_word_embeddings") and not judges else output
+    )

@@ -55,7 +55,12 @@ def write_designs_workspace(folder: Path) -> str:
     save_tiny_model(folder / "windowed", "mistral windowed", head_dim=32)
     build("minicpm3", folder / "latent")
     for name, layers in (("deep", 4), ("eight", 8)):
-        save_tiny_model(folder / name, head_dim=32, num_hidden_layers=layers, max_position_embeddings=4096)
+        save_tiny_model(
+            folder / name,
+            head_dim=32,
+            num_hidden_layers=layers,
+            max_position_embeddings=4096,
+        )
     for left in (folder / "model").iterdir():
         left.unlink()
     save_tiny_model(folder / "model", head_dim=32, max_position_embeddings=4096)
@@ -82,7 +87,9 @@ def light_batch(lengths: Sequence[int]) -> RemoteBatch:
     )
 
 
-def plan_of(config: Config, lengths: Sequence[int], step: int = 1, of: str = "policy.update") -> Plan:
+def plan_of(
+    config: Config, lengths: Sequence[int], step: int = 1, of: str = "policy.update"
+) -> Plan:
     """The plan of an update or another pass, balanced by tokens, so that worked examples can be followed by
     hand.
     """
@@ -93,7 +100,11 @@ def plan_of(config: Config, lengths: Sequence[int], step: int = 1, of: str = "po
 
 def micro_batches(plan: Plan) -> list[list[list[int]]]:
     """Row numbers by micro-step, then rank, mini-batch after mini-batch."""
-    return [[rows.tolist() for rows in step.ranks] for part in plan.mini_batches for step in part.micro_steps]
+    return [
+        [rows.tolist() for rows in step.ranks]
+        for part in plan.mini_batches
+        for step in part.micro_steps
+    ]
 
 
 LOSSES = """\
@@ -131,20 +142,32 @@ class Result:
     collectives: dict[str, int]
 
 
-def compute(ranks: RankPool, file: str, *overrides: str, sequences: DataProto | None = None) -> Result:
+def compute(
+    ranks: RankPool, file: str, *overrides: str, sequences: DataProto | None = None
+) -> Result:
     """A forward pass and an update of one batch, as the configuration asks for them."""
     config = configuration(file, *overrides)
     parallel = config.policy.parallel
-    stage = config.policy.data_parallel * parallel.context_parallel * parallel.tensor_parallel
-    parts = ranks.run(_on_a_rank, stage * parallel.pipeline_parallel, file, overrides, sequences)
+    stage = (
+        config.policy.data_parallel * parallel.context_parallel * parallel.tensor_parallel
+    )
+    parts = ranks.run(
+        _on_a_rank, stage * parallel.pipeline_parallel, file, overrides, sequences
+    )
     leaders = [part for part in parts if part["leads"]]
     metrics: Metrics = merge(part["metrics"] for part in leaders)
-    log_probs = {row: values for part in leaders for row, values in part["log_probs"].items()}
+    log_probs = {
+        row: values for part in leaders for row, values in part["log_probs"].items()
+    }
     first, cells = parts[0], [part["cells"] for part in parts]
-    return Result(log_probs, results(metrics), first["weights"], cells, first["collectives"])
+    return Result(
+        log_probs, results(metrics), first["weights"], cells, first["collectives"]
+    )
 
 
-def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | None) -> dict[str, Any]:
+def _on_a_rank(
+    file: str, overrides: tuple[str, ...], sequences: DataProto | None
+) -> dict[str, Any]:
     folder = str(Path(file).parent)  # the pool's processes may have started elsewhere
     os.chdir(folder)
     if folder not in sys.path:
@@ -161,21 +184,32 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | Non
         {},
     )
     planner = Planner(config, CostModel.tokens())
-    drawn = draw_mini_batches(len(whole), config.batch.mini_batches, config.run.seed, step=1)
+    drawn = draw_mini_batches(
+        len(whole), config.batch.mini_batches, config.run.seed, step=1
+    )
     batch = with_loss_counts(batch, drawn)
-    whole = replace(whole, columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])})
-    forward = planner.forward_plan(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
+    whole = replace(
+        whole,
+        columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])},
+    )
+    forward = planner.forward_plan(batch, "policy.log_probs").for_rank(
+        worker.coordinates.dp
+    )
     with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:
         block, _ = worker.log_probs(whole.select_idxs(forward.rows.tolist()), forward)
     plan = planner.plan(batch, drawn, "policy.update")
     metrics = update(worker, whole, plan, worker.coordinates.dp, config.algorithm.loss)
     return {
         "leads": worker.coordinates.leads_dp_group,
-        "log_probs": {row: block.row(i)["log_probs"] for i, row in enumerate(forward.rows.tolist())},
+        "log_probs": {
+            row: block.row(i)["log_probs"] for i, row in enumerate(forward.rows.tolist())
+        },
         "metrics": metrics,
         "weights": {name: weight.clone() for name, weight in worker.engine.named_weights()},
         "cells": cells,
-        "collectives": {name: count for name, count in counted.counts.items() if "c10d" in name},
+        "collectives": {
+            name: count for name, count in counted.counts.items() if "c10d" in name
+        },
     }
 
 
@@ -189,9 +223,13 @@ def build_worker(config: Config) -> PolicyWorker:
         parallel.tensor_parallel,
     )
     pp, dp, cp, tp = list(itertools.product(*map(range, shape)))[rank]
-    arguments = worker_arguments(config, "policy", config.total_optimizer_steps) | {"threads": 1}
+    arguments = worker_arguments(config, "policy", config.total_optimizer_steps) | {
+        "threads": 1
+    }
     arguments["model"] = replace(arguments["model"], dtype="float64")
-    worker = PolicyWorker("policy", RankCoordinates(rank, dp, tp, cp, pp), dist.get_world_size(), **arguments)
+    worker = PolicyWorker(
+        "policy", RankCoordinates(rank, dp, tp, cp, pp), dist.get_world_size(), **arguments
+    )
     worker.build()
     return worker
 

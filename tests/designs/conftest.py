@@ -29,7 +29,9 @@ def file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def run(stand_ins: StandIns, tmp_path: Path) -> Callable[..., StandInRun]:
     """A whole run from overrides, with stand-ins for Ray, vLLM and the training engine."""
-    return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", "data.validation=''", *overrides])
+    return lambda *overrides: stand_ins.run(
+        [f"run.dir={tmp_path}", "data.validation=''", *overrides]
+    )
 
 
 @pytest.fixture

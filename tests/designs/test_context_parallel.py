@@ -21,7 +21,9 @@ def alone(ranks: RankPool, workspace, request) -> Result:
     """By one rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
-        return compute(ranks, str(workspace / "config.yaml"), *SMALL, "policy.data_parallel=1")
+        return compute(
+            ranks, str(workspace / "config.yaml"), *SMALL, "policy.data_parallel=1"
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -36,7 +38,9 @@ def test_c1_c6_p5_losses_and_log_probs_are_those_of_one_rank(
         np.testing.assert_allclose(result.log_probs[row], log_probs, atol=1e-6)
 
 
-def test_c2_ulysses_wants_heads_that_divide_and_names_ring(ranks: RankPool, file: str, alone: Result) -> None:
+def test_c2_ulysses_wants_heads_that_divide_and_names_ring(
+    ranks: RankPool, file: str, alone: Result
+) -> None:
     """Four query heads on two of keys and values: ring over three ranks, Ulysses over four, not three or
     eight.
     """
@@ -61,17 +65,23 @@ def test_c4_ulysses_goes_to_whole_sequences_of_a_share_of_the_heads_and_back(
     exchanged = {}
     for method in METHODS:
         found = compute(ranks, file, *SMALL, *shared(method)).collectives
-        exchanged[method] = sum(count for name, count in found.items() if "alltoall" in name.replace("_", ""))
+        exchanged[method] = sum(
+            count for name, count in found.items() if "alltoall" in name.replace("_", "")
+        )
     assert exchanged["ulysses"] >= 2 * 2 and exchanged["ring"] == 0
 
 
-def test_c5_the_documentation_says_how_long_a_chunk_must_be_for_ring_to_hide_its_communication() -> None:
+def test_c5_the_documentation_says_how_long_a_chunk_must_be_for_ring_to_hide_its_communication() -> (
+    None
+):
     """Tokens from which a step's attention takes as long as its exchange: K / H * FLOP/s / bandwidth."""
     text = (ROOT / "docs" / "parallelism.md").read_text()
     assert "c >= (K / H) F / B" in text
     for link, bytes_per_s in (("450 GB/s", 450e9), ("50 GB/s", 50e9)):
         (line,) = [line for line in text.splitlines() if f", {link} |" in line]
-        chunk, whole, grouped = (float(cell.replace(",", "")) for cell in line.split("|")[2:5])
+        chunk, whole, grouped = (
+            float(cell.replace(",", "")) for cell in line.split("|")[2:5]
+        )
         assert chunk == pytest.approx(5e14 / bytes_per_s, rel=0.02)
         assert whole == pytest.approx(2 * 5e14 / bytes_per_s, rel=0.02)
         assert grouped == pytest.approx(2 * 5e14 / 8 / bytes_per_s, rel=0.02)

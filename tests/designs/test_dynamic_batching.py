@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.controller.config_workspace import refusal
-from tests.designs.configured import SMALL, compute, configuration, micro_batches, plan_of, up_to
+from tests.designs.configured import (
+    SMALL,
+    compute,
+    configuration,
+    micro_batches,
+    plan_of,
+    up_to,
+)
 from tests.workers.model.ranks import RankPool
 
 CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
@@ -28,7 +35,9 @@ def test_d1_sorted_by_length_and_dealt_with_stride(file: str) -> None:
     assert by_rank == [[[2], [3, 4], [7]], [[0], [1, 5], [6]]]
 
 
-def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(file: str) -> None:
+def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(
+    file: str,
+) -> None:
     config = configuration(
         file,
         *SMALL,
@@ -58,7 +67,9 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
         "policy.max_tokens_per_micro_batch=128",
         "model.length_multiple=16",
     )
-    plan = plan_of(configuration(file, *up_to(240), "model.length_multiple=64", *PADDED), [200, 240])
+    plan = plan_of(
+        configuration(file, *up_to(240), "model.length_multiple=64", *PADDED), [200, 240]
+    )
     assert plan.length_multiple == 64
     cells = compute(ranks, file, *overrides).cells[0]
     assert all(len(batch) % 16 == 0 for batch in cells)
@@ -69,8 +80,22 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
     ("cut", "count"),
     [
         (("balance.count_multiple=2",), 4),
-        (("model.path=deep", "policy.parallel.pipeline_parallel=4", "policy.parallel.virtual_stages=1"), 3),
-        (("model.path=eight", "policy.parallel.pipeline_parallel=4", "policy.parallel.virtual_stages=2"), 4),
+        (
+            (
+                "model.path=deep",
+                "policy.parallel.pipeline_parallel=4",
+                "policy.parallel.virtual_stages=1",
+            ),
+            3,
+        ),
+        (
+            (
+                "model.path=eight",
+                "policy.parallel.pipeline_parallel=4",
+                "policy.parallel.virtual_stages=2",
+            ),
+            4,
+        ),
     ],
 )
 def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
@@ -102,19 +127,34 @@ def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes
         "model.forward_length_multiple=16",
         "policy.forward_max_tokens_per_micro_batch=96",
     )
-    overrides = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=64", *own)
+    overrides = (
+        *SMALL,
+        "policy.data_parallel=1",
+        "policy.max_tokens_per_micro_batch=64",
+        *own,
+    )
     config = configuration(file, *overrides)
     update, forward = (
-        plan_of(config, [5] * 8, of=of).settings for of in ("policy.update", "policy.log_probs")
+        plan_of(config, [5] * 8, of=of).settings
+        for of in ("policy.update", "policy.log_probs")
     )
     assert (update.layout, update.length_multiple, update.max_tokens) == ("packed", 1, 64)
-    assert (forward.layout, forward.length_multiple, forward.max_tokens) == ("padded", 16, 96)
-    result, packed = compute(ranks, file, *overrides), compute(ranks, file, *SMALL, "policy.data_parallel=1")
+    assert (forward.layout, forward.length_multiple, forward.max_tokens) == (
+        "padded",
+        16,
+        96,
+    )
+    result, packed = (
+        compute(ranks, file, *overrides),
+        compute(ranks, file, *SMALL, "policy.data_parallel=1"),
+    )
     assert all(len(cells) % 16 == 0 for cells in result.cells[0])
     assert result.metrics["loss"] == pytest.approx(packed.metrics["loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("way", [CP, ("policy.parallel.tensor_parallel=2",)], ids=["cp", "tp"])
+@pytest.mark.parametrize(
+    "way", [CP, ("policy.parallel.tensor_parallel=2",)], ids=["cp", "tp"]
+)
 def test_d8_padded_rows_are_shared_by_ranks_with_the_losses_of_one(
     ranks: RankPool, file: str, way: tuple[str, ...]
 ) -> None:
@@ -124,5 +164,9 @@ def test_d8_padded_rows_are_shared_by_ranks_with_the_losses_of_one(
         assert shared.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
     for row, log_probs in alone.log_probs.items():
         np.testing.assert_allclose(shared.log_probs[row], log_probs, atol=1e-6)
-    flash = configuration(file, *SMALL, *PADDED, "model.attention=flash", "resources.device=cuda")
-    assert flash.model.attention_layout() == "packed"  # kernels for GPUs take padded rows too
+    flash = configuration(
+        file, *SMALL, *PADDED, "model.attention=flash", "resources.device=cuda"
+    )
+    assert (
+        flash.model.attention_layout() == "packed"
+    )  # kernels for GPUs take padded rows too

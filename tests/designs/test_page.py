@@ -30,7 +30,11 @@ def rows() -> Iterator[tuple[str, str, str]]:
 def arguments(path: str, name: str) -> set[str]:
     """Names of the test's arguments. Raises StopIteration if there is no such test."""
     tree = ast.parse((ROOT / path).read_text())
-    test = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    test = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
     return {argument.arg for argument in test.args.args}
 
 
@@ -39,7 +43,9 @@ def test_every_behaviour_has_a_row() -> None:
 
 
 def test_an_id_has_one_test_here() -> None:
-    names = re.findall(r"^def test_((?:[pdmvc]\d+_)+)", "\n".join(map(Path.read_text, TESTS)), re.MULTILINE)
+    names = re.findall(
+        r"^def test_((?:[pdmvc]\d+_)+)", "\n".join(map(Path.read_text, TESTS)), re.MULTILINE
+    )
     ids = [found for name in names for found in name.rstrip("_").split("_")]
     assert sorted(set(ids)) == sorted(ids)
 
@@ -47,4 +53,7 @@ def test_an_id_has_one_test_here() -> None:
 def test_every_row_names_a_test_of_that_id_that_starts_from_a_configuration() -> None:
     for behaviour, path, name in rows():
         assert f"_{behaviour.lower()}_" in name, (behaviour, name)
-        assert behaviour in OF_A_PAGE or arguments(path, name) & FROM_A_CONFIGURATION, (behaviour, name)
+        assert behaviour in OF_A_PAGE or arguments(path, name) & FROM_A_CONFIGURATION, (
+            behaviour,
+            name,
+        )

@@ -17,9 +17,15 @@ from workers.engine.prefix_hashes import prefix_hashes
 from workers.model.rows.packing import pack
 from workers.model.rows.prefix_rows import pack_shared
 
-ULYSSES, TENSOR = ("policy.parallel.context_parallel=2",), ("policy.parallel.tensor_parallel=2",)
+ULYSSES, TENSOR = (
+    ("policy.parallel.context_parallel=2",),
+    ("policy.parallel.tensor_parallel=2",),
+)
 RING = (*ULYSSES, "policy.parallel.context_parallel_method=ring")
-PROMPTS, RESPONSES = np.array([100, 30, 2]), np.arange(1, 25)  # three prompts with eight responses each
+PROMPTS, RESPONSES = (
+    np.array([100, 30, 2]),
+    np.arange(1, 25),
+)  # three prompts with eight responses each
 
 
 def batch_of_groups() -> RemoteBatch:
@@ -68,7 +74,9 @@ def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) ->
         "batch.mini_batches=1",
     )
     ids = [
-        np.array([group] * 30 + [7] * 20 + [8] * 20 * (sample % 2) + [100 + sample], np.int32)
+        np.array(
+            [group] * 30 + [7] * 20 + [8] * 20 * (sample % 2) + [100 + sample], np.int32
+        )
         for group in range(3)
         for sample in range(8)
     ]
@@ -78,15 +86,23 @@ def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) ->
         prefix_hashes=np.array([prefix_hashes(each, 30) for each in ids], dtype=object),
     )
     plan = Planner(config, CostModel.tokens()).forward_plan(batch, of)
-    less = config.model.min_shared_tokens - 1  # a row may share as many fewer of what follows a prompt
+    less = (
+        config.model.min_shared_tokens - 1
+    )  # a row may share as many fewer of what follows a prompt
     assert plan.mini_batches[0].steps == 1
     assert plan.shared is not None
     assert plan.shared.sum() == 3 * (3 * (70 - less) + 4 * (50 - less))
 
 
-@pytest.mark.parametrize("overrides", [("model.share_prefixes=never",), ("model.layout=padded",)])
-def test_a_run_that_cannot_share_plans_every_prompt(file: str, overrides: tuple[str, ...]) -> None:
-    config = configuration(file, *up_to(130), "policy.max_tokens_per_micro_batch=700", *overrides)
+@pytest.mark.parametrize(
+    "overrides", [("model.share_prefixes=never",), ("model.layout=padded",)]
+)
+def test_a_run_that_cannot_share_plans_every_prompt(
+    file: str, overrides: tuple[str, ...]
+) -> None:
+    config = configuration(
+        file, *up_to(130), "policy.max_tokens_per_micro_batch=700", *overrides
+    )
     assert planned(config).shared is None
 
 
@@ -109,7 +125,12 @@ def test_the_cap_of_ranks_that_share_a_row_holds_and_their_plan_counts_a_prompt_
     assert plan.shared is not None
     assert plan.shared.sum() > 0
     fewest = config.model.min_shared_tokens
-    for rows in (rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks):
+    for rows in (
+        rows
+        for part in plan.mini_batches
+        for step in part.micro_steps
+        for rows in step.ranks
+    ):
         micro_batch = sequences_of_groups(rows)
         row = pack_shared(micro_batch, plan.length_multiple, fewest)
         row = row if row.shares else pack(micro_batch, plan.length_multiple)
@@ -120,7 +141,10 @@ def test_the_cap_of_ranks_that_share_a_row_holds_and_their_plan_counts_a_prompt_
 def sequences_of_groups(rows: np.ndarray) -> DataProto:
     """Of `batch_of_groups()`; prompts are distinct, and so are responses from their first token on."""
     lengths = (np.repeat(PROMPTS, 8) + RESPONSES)[rows]
-    ids = [torch.full((length,), 1000 + int(row) // 8) for row, length in zip(rows, lengths, strict=True)]
+    ids = [
+        torch.full((length,), 1000 + int(row) // 8)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
     for row, each in zip(rows, ids, strict=True):
         each[PROMPTS[row // 8] :] = int(row)
     return DataProto.from_list(
@@ -129,7 +153,11 @@ def sequences_of_groups(rows: np.ndarray) -> DataProto:
 
 
 def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
-    overrides = (*up_to(130), "policy.max_tokens_per_micro_batch=700", "batch.mini_batches=3")
+    overrides = (
+        *up_to(130),
+        "policy.max_tokens_per_micro_batch=700",
+        "batch.mini_batches=3",
+    )
     by_group = planned(configuration(file, *overrides, "batch.split_by=group"))
     assert sorted(sorted(part.rows.tolist()) for part in by_group.mini_batches) == [
         list(range(start, start + 8)) for start in (0, 8, 16)
@@ -138,7 +166,9 @@ def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
     assert any(len(set((part.rows // 8).tolist())) > 1 for part in by_sequence.mini_batches)
 
 
-def test_sharing_changes_nothing_but_the_cells_that_are_computed(ranks: RankPool, file: str) -> None:
+def test_sharing_changes_nothing_but_the_cells_that_are_computed(
+    ranks: RankPool, file: str
+) -> None:
     sequences = random_sequences(branching=True)
     common = (
         *SMALL,
@@ -149,7 +179,12 @@ def test_sharing_changes_nothing_but_the_cells_that_are_computed(ranks: RankPool
     )
     alone = compute(ranks, file, *common, "model.share_prefixes=never", sequences=sequences)
     shared = compute(
-        ranks, file, *common, "model.share_prefixes=always", "model.min_shared_tokens=1", sequences=sequences
+        ranks,
+        file,
+        *common,
+        "model.share_prefixes=always",
+        "model.min_shared_tokens=1",
+        sequences=sequences,
     )
     assert shared.metrics == pytest.approx(alone.metrics, rel=1e-6)
     assert shared.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
@@ -161,9 +196,13 @@ def test_sharing_changes_nothing_but_the_cells_that_are_computed(ranks: RankPool
 
 
 def test_sharing_that_must_be_and_cannot_is_refused(file: str) -> None:
-    assert "model.layout=packed" in refusal("model.share_prefixes=always", "model.layout=padded")
+    assert "model.layout=packed" in refusal(
+        "model.share_prefixes=always", "model.layout=padded"
+    )
 
 
 def test_settings_without_effect_are_refused(file: str) -> None:
-    assert "model.min_shared_tokens" in refusal("model.share_prefixes=never", "model.min_shared_tokens=8")
+    assert "model.min_shared_tokens" in refusal(
+        "model.share_prefixes=never", "model.min_shared_tokens=8"
+    )
     assert "batch.split_by" in refusal("batch.split_by=group", "batch.mini_batches=1")

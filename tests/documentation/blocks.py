@@ -23,7 +23,8 @@ PAGES = sorted(
     ]
 )
 FENCED = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$",
+    re.M | re.S,
 )
 
 
@@ -45,7 +46,9 @@ class Block:
 
 def blocks(language: str) -> list[Block]:
     """All blocks of one language, in every page."""
-    return [block for page in PAGES for block in blocks_of(page) if block.language == language]
+    return [
+        block for page in PAGES for block in blocks_of(page) if block.language == language
+    ]
 
 
 def blocks_of(page: Path) -> Iterator[Block]:

@@ -23,7 +23,10 @@ SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"rewa
 
 
 def tried(
-    config: Config, given: GivenFunctions, callbacks: Sequence[Callable[..., None]], step: object
+    config: Config,
+    given: GivenFunctions,
+    callbacks: Sequence[Callable[..., None]],
+    step: object,
 ) -> Callable[[], None]:
     """In place of `controller.fit.prepare`: the settings and the rewards are tried, the callbacks called."""
     del step
@@ -34,7 +37,9 @@ def tried(
 
     def start() -> None:
         for callback in callbacks:
-            view = ballast.RunView(config.run_folder, Path(config.model.path), [{"response": ""}])
+            view = ballast.RunView(
+                config.run_folder, Path(config.model.path), [{"response": ""}]
+            )
             callback(1, dict(METRICS), view)
             with pytest.raises(ballast.StopTraining):
                 callback(20, dict(METRICS), view)
@@ -57,8 +62,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put these in their places."""
     monkeypatch.setattr("controller.fit.prepare", tried)
     monkeypatch.setattr(
-        "ballast.training.Result.read", lambda folder: ballast.Result(folder, SUMMARY, [METRICS])
+        "ballast.training.Result.read",
+        lambda folder: ballast.Result(folder, SUMMARY, [METRICS]),
     )
     monkeypatch.setattr("ballast.sampling_commands.functions.prepare_job", sampled)
-    found = ballast.Evaluation(Path(), {"pass@8": 0.5}, {"pass@8": Interval(0.4, 0.6, "wilson")}, {})
-    monkeypatch.setattr("ballast.sampling_commands.functions.Evaluation.read", lambda folder: found)
+    found = ballast.Evaluation(
+        Path(), {"pass@8": 0.5}, {"pass@8": Interval(0.4, 0.6, "wilson")}, {}
+    )
+    monkeypatch.setattr(
+        "ballast.sampling_commands.functions.Evaluation.read", lambda folder: found
+    )

@@ -38,7 +38,9 @@ def dry_run(main: Callable[[list[str]], int], arguments: list[str]) -> None:
         return
     local = [re.sub("(^|=)/shared", r"\1shared", argument) for argument in arguments]
     added = [] if "--dry-run" in local else ["--dry-run"]
-    added += ["--no-measure"] * ("--cluster" in local)  # tests/examples/test_launch.py measures
+    added += ["--no-measure"] * (
+        "--cluster" in local
+    )  # tests/examples/test_launch.py measures
     assert main([*local, *added]) == 0
 
 
@@ -60,7 +62,9 @@ def ray_understands(words: list[str]) -> None:
 
 def pip_finds(words: list[str]) -> None:
     """Extras and requirement files that `pip install` names are those of this project."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for named in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
         assert set(named.split(",")) <= set(extras)
 
@@ -74,7 +78,10 @@ def run_python(words: list[str]) -> None:
     assert words[1] == "-m", f"{words}: only modules are started in the documentation"
     module, arguments = words[2], words[3:]
     if module == "ballast" and arguments[0] in COMMANDS:
-        module, arguments = COMMANDS[arguments[0]].module.removesuffix(".__main__"), arguments[1:]
+        module, arguments = (
+            COMMANDS[arguments[0]].module.removesuffix(".__main__"),
+            arguments[1:],
+        )
     if module == "ballast":
         assert ballast(arguments) == 0
     elif module in MAINS:
@@ -86,7 +93,9 @@ def run_python(words: list[str]) -> None:
 
 
 def is_installed(words: list[str]) -> None:
-    assert shutil.which(words[0], path=str(Path(sys.executable).parent)), f"{words[0]} is not installed"
+    assert shutil.which(words[0], path=str(Path(sys.executable).parent)), (
+        f"{words[0]} is not installed"
+    )
 
 
 def runs(words: list[str]) -> None:

@@ -23,15 +23,22 @@ ENDS = {"run.png": "Lengths", "report.png": "Slowest samples"}
 
 def top_of(shown: Browser, heading: str) -> float:
     """Pixels from the top of the page to where the section before that heading ends."""
-    found = f"[...document.querySelectorAll('h2')].find(h2 => h2.textContent === {heading!r})"
-    return float(shown.value(f"{found}.previousElementSibling.getBoundingClientRect().bottom")) + 20
+    found = (
+        f"[...document.querySelectorAll('h2')].find(h2 => h2.textContent === {heading!r})"
+    )
+    return (
+        float(shown.value(f"{found}.previousElementSibling.getBoundingClientRect().bottom"))
+        + 20
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="folder of a run with validation, such as runs/addition")
+    parser.add_argument(
+        "folder", type=Path, help="folder of a run with validation, such as runs/addition"
+    )
     report = write_report(parser.parse_args().folder)
     with tempfile.TemporaryDirectory() as profile, browser(Path(profile) / "new") as shown:
         shown.open(report.resolve().as_uri(), width=WIDTH)

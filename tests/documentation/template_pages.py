@@ -17,19 +17,26 @@ SHOWN = (
     *("qwen3", "qwen3_5_think", "qwen3_8", "gptoss", "glm4moe"),
     *("nemotron_3_nano", "deepseekv3", "llama3_1", "gemma3", "gemma4_v5"),
 )
-BLOCK = re.compile(r"(?<=<!-- pages of `ballast template` -->\n)```text\n.*?```\n", re.DOTALL)
+BLOCK = re.compile(
+    r"(?<=<!-- pages of `ballast template` -->\n)```text\n.*?```\n", re.DOTALL
+)
 
 
 def examined(name: str, options: Options | None = None) -> Examined:
     """The findings about a stock template of TRL."""
     template = Template((STOCK / f"{name}.jinja").read_text(), PLACEHOLDERS)
-    found = examine(template, [], options or {}, f"the chat template of {name}.jinja", 120.0)
+    found = examine(
+        template, [], options or {}, f"the chat template of {name}.jinja", 120.0
+    )
     assert found is not None
     return found
 
 
 def block() -> str:
-    pages = ["\n".join([f"$ ballast template {name}.jinja", *page(examined(name))]) for name in SHOWN]
+    pages = [
+        "\n".join([f"$ ballast template {name}.jinja", *page(examined(name))])
+        for name in SHOWN
+    ]
     return "```text\n" + "\n\n".join(pages) + "\n```\n"
 
 

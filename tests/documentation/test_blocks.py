@@ -32,16 +32,22 @@ def test_commands_run(
         CHECKS[words[0]](words)
 
 
-@pytest.mark.parametrize("block", [b for b in blocks("yaml") if not b.why], ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block", [b for b in blocks("yaml") if not b.why], ids=lambda block: block.name
+)
 def test_settings_are_accepted(documentation_workspace: Path, block: Block) -> None:
     base = yaml.safe_load((documentation_workspace / "config.yaml").read_text())
     given = yaml.safe_load(block.body)
-    merged = base | {section: base.get(section, {}) | values for section, values in given.items()}
+    merged = base | {
+        section: base.get(section, {}) | values for section, values in given.items()
+    }
     (documentation_workspace / "merged.yaml").write_text(yaml.safe_dump(merged))
     check(load("merged.yaml"))
 
 
-@pytest.mark.parametrize("block", [b for b in blocks("python") if not b.why], ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block", [b for b in blocks("python") if not b.why], ids=lambda block: block.name
+)
 def test_code_does_what_the_page_says(
     block: Block, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +55,9 @@ def test_code_does_what_the_page_says(
         request.getfixturevalue("documentation_workspace")
         stand_in(monkeypatch)
     if ">>>" in block.body:
-        example = doctest.DocTestParser().get_doctest(block.body, {}, block.name, block.page, 0)
+        example = doctest.DocTestParser().get_doctest(
+            block.body, {}, block.name, block.page, 0
+        )
         report: list[str] = []
         failed, tried = doctest.DocTestRunner().run(example, out=report.append)
         assert tried >= 3
@@ -59,7 +67,11 @@ def test_code_does_what_the_page_says(
     exec(compile(block.body, block.name, "exec"), names)
     POLICY_LOSSES.pop("mine", None)
     if "reward" in names:
-        assert set(requested_columns(signature_of(names["reward"]), RECORD | {MESSAGES: []}, "reward")) <= {
+        assert set(
+            requested_columns(
+                signature_of(names["reward"]), RECORD | {MESSAGES: []}, "reward"
+            )
+        ) <= {
             *RECORD,
             MESSAGES,
         }

@@ -11,8 +11,13 @@ import pytest
 from tests.documentation.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
-WALK = re.compile(r"^## (?P<title>[^:\n]+): (?P<lines>[\d,]+) lines\n(?P<body>.*?)(?=^## |\Z)", re.M | re.S)
-PLACE = re.compile(r"^\d+\. `(?P<file>[\w/]+\.py)`(?P<names>(?:,\s+`[\w.]+`)*):\s+[A-Z]", re.M)
+WALK = re.compile(
+    r"^## (?P<title>[^:\n]+): (?P<lines>[\d,]+) lines\n(?P<body>.*?)(?=^## |\Z)",
+    re.M | re.S,
+)
+PLACE = re.compile(
+    r"^\d+\. `(?P<file>[\w/]+\.py)`(?P<names>(?:,\s+`[\w.]+`)*):\s+[A-Z]", re.M
+)
 ITEM = re.compile(r"^\d+\. .*$", re.M)
 MOST_LINES = 1500
 TOLERANCE = 50  # the page's numbers are rounded, so that it need not follow every edit
@@ -34,7 +39,9 @@ def walks() -> dict[str, tuple[int, list[Place]]]:
             Place(place["file"], tuple(re.findall(r"`([\w.]+)`", place["names"])))
             for place in PLACE.finditer(walk["body"])
         ]
-        assert len(places) == len(ITEM.findall(walk["body"])), f"a line of {walk['title']} has another form"
+        assert len(places) == len(ITEM.findall(walk["body"])), (
+            f"a line of {walk['title']} has another form"
+        )
         claims[walk["title"]] = int(walk["lines"].replace(",", "")), places
     return claims
 
@@ -43,7 +50,10 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, s
     """Each function and class with its lines."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield prefix + node.name, set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            yield (
+                prefix + node.name,
+                set(range(node.lineno, (node.end_lineno or node.lineno) + 1)),
+            )
         if isinstance(node, ast.ClassDef):
             yield from definitions(node.body, f"{node.name}.")
 
@@ -75,14 +85,18 @@ def test_there_are_five_walks() -> None:
 
 def test_the_tokens_walk_passes_the_files_of_its_forms() -> None:
     """CONTRIBUTING.md lists them, see `tests/test_token_path.py`."""
-    table = re.findall(r"^\| `.* \| (`.*) \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
+    table = re.findall(
+        r"^\| `.* \| (`.*) \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M
+    )
     listed = {file for cell in table for file in re.findall(r"`([^`]*)`", cell)}
     _, places = walks()["A token"]
     assert listed - {place.file for place in places} == set()
 
 
 def test_a_name_that_is_gone_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text("class Thing:\n    def method(self):\n        return 1\n\nx = 1\n")
+    (tmp_path / "module.py").write_text(
+        "class Thing:\n    def method(self):\n        return 1\n\nx = 1\n"
+    )
     assert len(lines_of("module.py", ("Thing.method",), tmp_path)) == 2
     assert len(lines_of("module.py", ("Thing", "Thing.method"), tmp_path)) == 3
     assert len(lines_of("module.py", (), tmp_path)) == 5

@@ -24,7 +24,9 @@ RUN = {
         "python -m controller.fit --config mine.yaml policy.max_tokens_per_micro_batch=16384",
         "python -m controller.fit --settings",
     ],
-    f"{NEWCOMER}::test_adapters_are_trained_and_saved_as_peft_reads_them": ["python -m ballast fit"],
+    f"{NEWCOMER}::test_adapters_are_trained_and_saved_as_peft_reads_them": [
+        "python -m ballast fit"
+    ],
     f"{NEWCOMER}::test_given_responses_and_pairs_train": [
         "python -m controller.sft",
         "python -m controller.preferences",
@@ -53,7 +55,9 @@ RUN = {
         "ray start --head",
         "ray job submit --working-dir . -- python -m controller.fit --config mine.yaml run.dir=/shared/runs",
     ],
-    f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": ["python -m ballast doctor --config mine.yaml"],
+    f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": [
+        "python -m ballast doctor --config mine.yaml"
+    ],
 }
 NOT_RUN = {
     "git clone URL ballast": (
@@ -77,9 +81,14 @@ NOT_RUN = {
 def commands_of_the_readme() -> set[str]:
     """Each as its words, with one space between them."""
     found = [
-        words for block in blocks_of(README) if block.language == "bash" for words in commands(block.body)
+        words
+        for block in blocks_of(README)
+        if block.language == "bash"
+        for words in commands(block.body)
     ]
-    for span in re.findall(r"`([^`]+)`", FENCED.sub("", README.read_text(encoding="utf-8"))):
+    for span in re.findall(
+        r"`([^`]+)`", FENCED.sub("", README.read_text(encoding="utf-8"))
+    ):
         line = " ".join(span.split())
         found += commands(line) if line.startswith(PROGRAMS) else []
     return {" ".join(words) for words in found}
@@ -106,9 +115,9 @@ def source_of(name: str) -> str:
 
 
 def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
-    assert commands_of_the_readme() == {command for listed in RUN.values() for command in listed} | set(
-        NOT_RUN
-    )
+    assert commands_of_the_readme() == {
+        command for listed in RUN.values() for command in listed
+    } | set(NOT_RUN)
 
 
 @pytest.mark.parametrize("test", RUN)
@@ -124,7 +133,9 @@ def test_the_extra_that_gpu_machines_install_is_there() -> None:
 
 def test_agents_page_is_a_page_and_names_targets_that_exist() -> None:
     text = (ROOT / "AGENTS.md").read_text("utf-8")
-    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
     named = set(re.findall(r"\bmake ([\w-]+)", text))
     assert named
     assert named <= targets

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import CONTRASTS, DESKTOP, START_S, TELEPHONE, WIDER, Browser, browser, needs_chromium
+from tests.browser import (
+    CONTRASTS,
+    DESKTOP,
+    START_S,
+    TELEPHONE,
+    WIDER,
+    Browser,
+    browser,
+    needs_chromium,
+)
 from tests.documentation.blocks import ROOT
 
 pytestmark = needs_chromium
@@ -38,7 +47,16 @@ scrolls.
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     return folder
 
@@ -51,13 +69,17 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.mark.drawn(10, always=LONGEST)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_whole_on_a_telephone_and_at_a_desk(site: Path, reader: Browser, name: str) -> None:
+def test_a_page_is_whole_on_a_telephone_and_at_a_desk(
+    site: Path, reader: Browser, name: str
+) -> None:
     """Within the screen's width, keys and commands whole; at a desk also diagrams, settings and metrics."""
     reader.open((site / f"{name}.html").as_uri(), width=TELEPHONE)
     assert reader.value(f"[{WIDER}, {BROKEN}, {CUT}]") == [0, [], []]
     reader.resize(DESKTOP)
     end = time.monotonic() + START_S
-    while (at_a_desk := reader.value(f"[{WIDER}, {BROKEN}, {HIDDEN}]"))[0] and time.monotonic() < end:
+    while (at_a_desk := reader.value(f"[{WIDER}, {BROKEN}, {HIDDEN}]"))[
+        0
+    ] and time.monotonic() < end:
         time.sleep(0.05)  # the box of the search is still moving to its place
     assert at_a_desk == [0, [], []]
 
@@ -70,7 +92,9 @@ def test_drawings_are_readable_in_both_states_of_the_switch_whatever_the_system_
     reader.open((site / f"{name}.html").as_uri(), width=DESKTOP, dark=dark)
     schemes = set()
     for _ in range(2):
-        reader.value("document.querySelector('form[data-md-component=palette] label:not([hidden])').click()")
+        reader.value(
+            "document.querySelector('form[data-md-component=palette] label:not([hidden])').click()"
+        )
         schemes.add(reader.value("document.body.dataset.mdColorScheme"))
         found = reader.value(CONTRASTS)
         assert len(found) > 10
@@ -81,9 +105,13 @@ def test_drawings_are_readable_in_both_states_of_the_switch_whatever_the_system_
 def test_every_page_has_a_logo_and_leads_on(site: Path, reader: Browser) -> None:
     reader.open((site / "concepts.html").as_uri(), width=DESKTOP)
     assert reader.value("document.querySelector('.md-logo img').naturalWidth") > 0
-    links = reader.value("[...document.querySelectorAll('.md-footer__link')].map(link => link.href)")
+    links = reader.value(
+        "[...document.querySelectorAll('.md-footer__link')].map(link => link.href)"
+    )
     assert [Path(link).name for link in links] == ["index.html", "step.html"]
-    assert all((site / Path(link).name).is_file() for link in links), "links work without a server"
+    assert all((site / Path(link).name).is_file() for link in links), (
+        "links work without a server"
+    )
 
 
 def test_search_finds_pages_without_a_server(site: Path, reader: Browser) -> None:
@@ -101,4 +129,9 @@ def test_search_finds_pages_without_a_server(site: Path, reader: Browser) -> Non
             "[...document.querySelectorAll('a.md-search-result__link')].map(link => link.href)"
         )
     assert any(link.startswith((site / "balancing.html").as_uri()) for link in found)
-    assert reader.value("[...document.scripts].filter(script => script.src.startsWith('http')).length") == 0
+    assert (
+        reader.value(
+            "[...document.scripts].filter(script => script.src.startsWith('http')).length"
+        )
+        == 0
+    )

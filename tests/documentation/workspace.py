@@ -39,7 +39,9 @@ def write_documentation_workspace(folder: Path) -> None:
     (folder / "train.jsonl").write_text(json.dumps(RECORD) + "\n")
     write_hub(folder / "hub")
     shutil.copytree(
-        ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__")
+        ROOT / "examples",
+        folder / "examples",
+        ignore=shutil.ignore_patterns("cache", "__pycache__"),
     )
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "configs" / "grpo.yaml", folder / "mine.yaml")
@@ -63,7 +65,9 @@ def write_documentation_workspace(folder: Path) -> None:
     _write_gsm8k(folder / "data" / "gsm8k")
     _write_lengths(folder)
     (folder / "shared").mkdir()
-    shutil.copy(ROOT / "examples" / "launch" / "eight_gpus.yaml", folder / "shared" / "run.yaml")
+    shutil.copy(
+        ROOT / "examples" / "launch" / "eight_gpus.yaml", folder / "shared" / "run.yaml"
+    )
     (folder / "losses.py").write_text(LOSS)
     (folder / "loops.py").write_text("def two_updates(run):\n    pass\n")
     (folder / "parts.py").write_text(own_parts())
@@ -74,8 +78,14 @@ def write_documentation_workspace(folder: Path) -> None:
 
 def own_parts() -> str:
     """Return the functions of docs/your-own.md that take samples or records."""
-    code = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if block.language == "python"]
-    return "\n".join(body for body in code if "np.ndarray" in body or "records: list" in body)
+    code = [
+        block.body
+        for block in blocks_of(ROOT / "docs" / "your-own.md")
+        if block.language == "python"
+    ]
+    return "\n".join(
+        body for body in code if "np.ndarray" in body or "records: list" in body
+    )
 
 
 def _write_gsm8k(folder: Path) -> None:

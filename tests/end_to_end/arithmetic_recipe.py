@@ -37,12 +37,18 @@ class OnesFirst(renderers.Renderer):
         a, b = re.findall(r"\d+", messages[-1]["content"])
         width = max(len(a), len(b))
         text = "+".join(ones_first(number).ljust(width, "0") for number in (a, b)) + "="
-        return types.ModelInput.from_ints(self.tokenizer.encode(text, add_special_tokens=False))
+        return types.ModelInput.from_ints(
+            self.tokenizer.encode(text, add_special_tokens=False)
+        )
 
     def parse_response(self, response: list[int]) -> Any:
         ended = bool(response) and response[-1] == self.tokenizer.eos_token_id
         answer = self.tokenizer.decode(response[: len(response) - ended]).partition("#")[2]
-        ending = renderers.ParseTermination.STOP_SEQUENCE if ended else renderers.ParseTermination.MALFORMED
+        ending = (
+            renderers.ParseTermination.STOP_SEQUENCE
+            if ended
+            else renderers.ParseTermination.MALFORMED
+        )
         return {"role": "assistant", "content": ones_first(answer)}, ending
 
 
@@ -64,7 +70,10 @@ def main(url: str, model: str, folder: str, *settings: str) -> None:
         save_every=0,
         behavior_if_log_dir_exists="delete",
     )
-    numbers = {name: float(number) for name, _, number in (each.partition("=") for each in settings)}
+    numbers = {
+        name: float(number)
+        for name, _, number in (each.partition("=") for each in settings)
+    }
     whole = {name: int(number) for name, number in numbers.items() if number.is_integer()}
     asyncio.run(cli_main(chz.replace(usual, **numbers | whole)))
 

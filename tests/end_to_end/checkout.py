@@ -14,12 +14,26 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.end_to_end.processes import LAST_PROCESS_ENDS, MARK, ROOT, all_end, begin, marked_environment
+from tests.end_to_end.processes import (
+    LAST_PROCESS_ENDS,
+    MARK,
+    ROOT,
+    all_end,
+    begin,
+    marked_environment,
+)
 
 INSTALL = "BALLAST_INSTALL"
 OWN = ("python", "pip", "activate", "Activate", "ballast")
 """What the names of commands begin with that no environment lends."""
-OF_THIS_SESSION = ("PYTHONPATH", "OMP_NUM_THREADS", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "COLUMNS")
+OF_THIS_SESSION = (
+    "PYTHONPATH",
+    "OMP_NUM_THREADS",
+    "VIRTUAL_ENV",
+    "MAKEFLAGS",
+    "MAKELEVEL",
+    "COLUMNS",
+)
 
 
 @dataclass(frozen=True)
@@ -45,14 +59,20 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kept = {name: value for name, value in marked_environment().items() if name not in OF_THIS_SESSION}
+        kept = {
+            name: value
+            for name, value in marked_environment().items()
+            if name not in OF_THIS_SESSION
+        }
         self.environment = kept | {
             "PYTHON": str(getattr(sys, "_base_executable", sys.executable)),
             "NO_COLOR": "1",
         }
         # The clone's commands, once it is activated, and the machine's; not those of the tests' environment.
         binaries = str(Path(sys.executable).parent)
-        self.environment["PATH"] = ":".join(p for p in self.environment["PATH"].split(":") if p != binaries)
+        self.environment["PATH"] = ":".join(
+            p for p in self.environment["PATH"].split(":") if p != binaries
+        )
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
         if not os.environ.get(INSTALL):
             self._lend()
@@ -75,7 +95,9 @@ class Checkout:
     def start(self, line: str) -> "subprocess.Popen[str]":
         """Begin a line of bash with the environment activated, if there is one, in a session of its own."""
         activated = (
-            "source .venv/bin/activate; " if (self.folder / ".venv" / "bin" / "activate").exists() else ""
+            "source .venv/bin/activate; "
+            if (self.folder / ".venv" / "bin" / "activate").exists()
+            else ""
         )
         return begin(["bash", "-c", activated + line], self.environment, self.folder)
 
@@ -88,7 +110,9 @@ class Checkout:
         return all_end(self.environment[MARK], seconds)
 
 
-def ended(process: "subprocess.Popen[str]", *, code: int = 0, seconds: float = 600.0) -> Said:
+def ended(
+    process: "subprocess.Popen[str]", *, code: int = 0, seconds: float = 600.0
+) -> Said:
     """What a begun line said; fails unless it ends with `code`, and never with a traceback."""
     out, errors = process.communicate(timeout=seconds)
     said = Said(process.returncode, out, errors)

@@ -20,7 +20,12 @@ from controller.run import Run
 from controller.training_loop import Outcome, train
 
 Fault = Callable[[Run], None]
-SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")
+SAME = (
+    "reward/mean",
+    "rollout/response_tokens_mean",
+    "rollout/samples",
+    "rollout/weight_version",
+)
 CLOSE = ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm")
 
 
@@ -54,17 +59,26 @@ class Listening(Console):
 
 def without_validation(settings: list[str]) -> list[str]:
     """The overrides but those that validate."""
-    return [override for override in settings if not override.startswith(("data.validation", "validation."))]
+    return [
+        override
+        for override in settings
+        if not override.startswith(("data.validation", "validation."))
+    ]
 
 
-def run_with(overrides: list[str], faults: dict[int, Fault], *, before: str = "step") -> RunWithFaults:
+def run_with(
+    overrides: list[str], faults: dict[int, Fault], *, before: str = "step"
+) -> RunWithFaults:
     """A whole run; before the part `before` of step s begins, `faults[s]` happens, once."""
     config = load(None, overrides)
     check(config)
     inputs, console, left = read_inputs(config), Listening(), dict(faults)
 
     def attempt(config: Config, budget: RestartBudget) -> Outcome:
-        with training(config, inputs, console, budget) as run, pytest.MonkeyPatch.context() as patch:
+        with (
+            training(config, inputs, console, budget) as run,
+            pytest.MonkeyPatch.context() as patch,
+        ):
             usual = getattr(parts, before)
 
             def with_fault(*arguments: object) -> object:
@@ -128,8 +142,12 @@ def differences(run: RunWithFaults, undisturbed: RunWithFaults) -> list[str]:
     found = []
     steps = undisturbed.outcome.steps[-len(run.outcome.steps) :]
     first = undisturbed.outcome.last_step - len(steps) + 1
-    for number, (step, usual) in enumerate(zip(run.outcome.steps, steps, strict=True), first):
-        found += [f"{number} {n}: {step[n]} != {usual[n]}" for n in SAME if step[n] != usual[n]]
+    for number, (step, usual) in enumerate(
+        zip(run.outcome.steps, steps, strict=True), first
+    ):
+        found += [
+            f"{number} {n}: {step[n]} != {usual[n]}" for n in SAME if step[n] != usual[n]
+        ]
         found += [
             f"{number} {n}: {step[n]} != {usual[n]}"
             for n in CLOSE

@@ -36,7 +36,10 @@ def marked_environment() -> dict[str, str]:
     }
     binaries = str(Path(sys.executable).parent)
     environment |= {"RAY_worker_niceness": "0"}
-    return environment | {MARK: uuid.uuid4().hex, "PATH": f"{binaries}:{environment['PATH']}"}
+    return environment | {
+        MARK: uuid.uuid4().hex,
+        "PATH": f"{binaries}:{environment['PATH']}",
+    }
 
 
 def survivors(mark: str) -> list[psutil.Process]:
@@ -44,7 +47,10 @@ def survivors(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get(MARK) == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -58,7 +64,9 @@ def listening(pid: int) -> list[tuple[str, str]]:
         with suppress(psutil.Error):
             sockets = process.net_connections(kind="tcp")
             found += [
-                (process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN
+                (process.name(), each.laddr.ip)
+                for each in sockets
+                if each.status == psutil.CONN_LISTEN
             ]
     return found
 
@@ -89,15 +97,27 @@ def all_end(mark: str, seconds: float = LAST_PROCESS_ENDS) -> list[str]:
     return names
 
 
-def begin(command: list[str], environment: dict[str, str], folder: Path = ROOT) -> "subprocess.Popen[str]":
+def begin(
+    command: list[str], environment: dict[str, str], folder: Path = ROOT
+) -> "subprocess.Popen[str]":
     """Start a command that heeds Ctrl-C, in a session of its own, with pipes for what it says.
 
     The shell of a suite in the background ignores SIGINT, and every process below inherits that.
     """
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, start_new_session=True, preexec_fn=heed, **pipes
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed,
+        **pipes,
     )
 
 
@@ -124,7 +144,9 @@ class Stopped:
     listening: list[tuple[str, str]]
 
 
-def stopped(stop: signal.Signals, said_last: str, command: list[str], environment: dict[str, str]) -> Stopped:
+def stopped(
+    stop: signal.Signals, said_last: str, command: list[str], environment: dict[str, str]
+) -> Stopped:
     """Start the command, and send it the signal when it has said a line that begins so.
 
     environment: a marked one. Ctrl-C goes to the whole foreground group, as a terminal sends it.
@@ -135,7 +157,9 @@ def stopped(stop: signal.Signals, said_last: str, command: list[str], environmen
         said.append(line)
         if line.startswith(said_last):
             break
-    sockets = [] if stop is signal.SIGKILL else listening(run.pid)  # which takes as long as a step
+    sockets = (
+        [] if stop is signal.SIGKILL else listening(run.pid)
+    )  # which takes as long as a step
     if stop is signal.SIGINT:
         os.killpg(run.pid, stop)
     else:
@@ -181,7 +205,11 @@ class Cluster:
         return next(process for process in self.raylets() if process.pid not in before)
 
     def raylets(self) -> list[psutil.Process]:
-        return [process for process in survivors(self.environment[MARK]) if process.name() == "raylet"]
+        return [
+            process
+            for process in survivors(self.environment[MARK])
+            if process.name() == "raylet"
+        ]
 
     def end(self) -> None:
         """End all of it; `ray stop` would end every Ray of this machine, the test session's too."""
@@ -189,5 +217,7 @@ class Cluster:
 
     def _ray(self, *options: str) -> None:
         command = ["ray", "start", "--disable-usage-stats", *options]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, cwd=ROOT
+        )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -34,7 +34,9 @@ class Prometheus:
         Raises urllib.error.HTTPError for an expression that is none.
         """
         arguments = urllib.parse.urlencode({"query": expression} | self._moment)
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{arguments}", timeout=30) as response:
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/query?{arguments}", timeout=30
+        ) as response:
             return json.load(response)["data"]["result"]
 
     def hold(self, expression: str) -> None:
@@ -73,7 +75,8 @@ def scraping_ray(folder: Path) -> Iterator[Prometheus | None]:
     config = folder / "prometheus.yml"
     config.write_text(
         CONFIG.format(
-            seconds=SCRAPE_SECONDS, target=f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+            seconds=SCRAPE_SECONDS,
+            target=f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}",
         )
     )
     with socket.socket() as probe:

@@ -46,7 +46,11 @@ class Served:
         environment = os.environ | {"TINKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=environment, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -56,7 +60,9 @@ class Served:
             time.sleep(0.5)
 
     def _answers(self) -> bool:
-        request = urllib.request.Request(f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY})
+        request = urllib.request.Request(
+            f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY}
+        )
         try:
             with urllib.request.urlopen(request, timeout=5) as response:
                 return bool(response.status == 200)

@@ -77,16 +77,33 @@ def test_an_agent_reaches_its_own_session_alone_and_no_key_is_written(
     output = tmp_path / "samples"
     given = ["--config", str(tmp_path / "config.yaml"), f"--output={output}", "--prompts=2"]
     assert (
-        generate.main([*given, f"rollout.agent={tmp_path / 'spy.py'}:run", "rollout.samples_per_prompt=1"])
+        generate.main(
+            [
+                *given,
+                f"rollout.agent={tmp_path / 'spy.py'}:run",
+                "rollout.samples_per_prompt=1",
+            ]
+        )
         == 0
     )
     refused = dict.fromkeys(("wrong key", "no key", "other session"), 401) | dict.fromkeys(
         ("other route", "metrics"), 404
     )
-    expected = {"own": 200, **refused, "key of the environment": True, "gateway": ["127.0.0.1"]}
-    assert [json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2)] == [expected] * 2
-    keys = [json.loads((tmp_path / f"access-{number}").read_text())[1] for number in range(2)]
+    expected = {
+        "own": 200,
+        **refused,
+        "key of the environment": True,
+        "gateway": ["127.0.0.1"],
+    }
+    assert [
+        json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2)
+    ] == [expected] * 2
+    keys = [
+        json.loads((tmp_path / f"access-{number}").read_text())[1] for number in range(2)
+    ]
     written = [path.read_bytes() for path in output.rglob("*") if path.is_file()]
     said = "".join(capfd.readouterr())
     assert len({*keys}) == 2 and min(map(len, keys)) > 40 and written
-    assert not any(key in said or any(key.encode() in content for content in written) for key in keys)
+    assert not any(
+        key in said or any(key.encode() in content for content in written) for key in keys
+    )

@@ -74,7 +74,10 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("agent")
     agent_model.save(folder / "model")
     (folder / "agent.py").write_text(AGENT)
-    records = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n} for n in range(64)]
+    records = [
+        {"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n}
+        for n in range(64)
+    ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     return [
         *(
@@ -82,14 +85,26 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             f"model.path={folder / 'model'}",
             f"data.train={folder / 'train.jsonl'}",
         ),
-        *("run.steps=2", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
-        *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=3"),
+        *(
+            "run.steps=2",
+            "batch.prompts_per_step=4",
+            "rollout.samples_per_prompt=3",
+            "data.shuffle=false",
+        ),
+        *(
+            "rollout.cpu_kv_cache_gib=0.25",
+            "rollout.sampling.max_new_tokens=64",
+            "rollout.max_turns=3",
+        ),
         *(
             "data.max_prompt_tokens=128",
             "rollout.max_episode_tokens=512",
             "policy.max_tokens_per_micro_batch=1280",
         ),
-        *(f"rollout.agent={folder / 'agent.py'}:run", "policy.optimizer.learning_rate=1e-5"),
+        *(
+            f"rollout.agent={folder / 'agent.py'}:run",
+            "policy.optimizer.learning_rate=1e-5",
+        ),
     ]
 
 
@@ -109,7 +124,9 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
         )
     scores = list(run.rollout.by_sample.values())
     failed = [int(score.failure.startswith("agent: ")) for score in scores]
-    assert 0 < sum(failed) < len(failed) and not any(score.reward for score in scores if score.failure)
+    assert 0 < sum(failed) < len(failed) and not any(
+        score.reward for score in scores if score.failure
+    )
     trained = run.rollout.rows.gather()
     sampled = [row["loss_mask"].sum() for row in map(trained.row, range(len(trained)))]
     told = [[node["tokens"] for node in score.session if node["kept"]] for score in scores]
@@ -117,11 +134,17 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
     assert run.proto.columns["response_tokens"].tolist() == [sum(tokens) for tokens in told]
     folder = agent[0].removeprefix("run.dir=") + "/agent"
     capsys.readouterr()
-    recorded = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
-    assert all("advantage" in row for row in recorded), "no response has a reward of its own"
+    recorded = [
+        json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()
+    ]
+    assert all("advantage" in row for row in recorded), (
+        "no response has a reward of its own"
+    )
     assert show([folder, "--step", "2"]) == 0
     (forked, *_) = [
-        line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[2] == "3"
+        line.split()[0]
+        for line in capsys.readouterr().out.splitlines()[2:]
+        if line.split()[2] == "3"
     ]
     assert show([folder, "--step", "2", "--session", forked]) == 0
     shown = capsys.readouterr().out
@@ -139,7 +162,9 @@ def sandbox_settings(folder: Path) -> list[str]:
     return [f"rollout.sandbox.kind=bubblewrap:{folder}"]
 
 
-def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str], tmp_path: Path) -> None:
+def test_a_command_of_any_language_samples_from_a_configuration(
+    agent: list[str], tmp_path: Path
+) -> None:
     """The record's prompt is a file of its own that a shell reads; the reward is the last line that it
     prints.
     """
@@ -149,32 +174,61 @@ def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str]
     )
     settings.data.validation, settings.validation = settings.data.train, {"prompts": 4}
     OmegaConf.save(settings, tmp_path / "config.yaml")
-    given = ["--config", str(tmp_path / "config.yaml"), f"rollout.agent_command=sh {tmp_path / 'agent.sh'}"]
+    given = [
+        "--config",
+        str(tmp_path / "config.yaml"),
+        f"rollout.agent_command=sh {tmp_path / 'agent.sh'}",
+    ]
     assert evaluate.main([*given, f"--output={tmp_path / 'evaluated'}"]) == 0
     found = json.loads((tmp_path / "evaluated" / "metrics.json").read_text())
-    assert (found["samples"], found["failed_rewards"], found["metrics"]["reward"]["value"]) == (4, 0, 0.5)
-    given += [f"--output={tmp_path / 'samples'}", "--prompts=4", "rollout.samples_per_prompt=1"]
+    assert (
+        found["samples"],
+        found["failed_rewards"],
+        found["metrics"]["reward"]["value"],
+    ) == (4, 0, 0.5)
+    given += [
+        f"--output={tmp_path / 'samples'}",
+        "--prompts=4",
+        "rollout.samples_per_prompt=1",
+    ]
     given += sandbox_settings(tmp_path)
     assert generate.main(given) == 0
-    lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
-    assert sorted((line["uid"], line["sample"]) for line in lines) == [(str(uid), 0) for uid in range(4)]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert sorted((line["uid"], line["sample"]) for line in lines) == [
+        (str(uid), 0) for uid in range(4)
+    ]
     for line in lines:
-        assert (line["reward"], line["parts"]) == (0.5, {"asked": 1.0}) and "failure" not in line
+        assert (line["reward"], line["parts"]) == (
+            0.5,
+            {"asked": 1.0},
+        ) and "failure" not in line
         assert line["response_tokens"] == len(line["response_ids"]) > 0
 
 
-def test_remax_compares_with_a_greedy_session_of_the_same_agent(agent: list[str], tmp_path: Path) -> None:
+def test_remax_compares_with_a_greedy_session_of_the_same_agent(
+    agent: list[str], tmp_path: Path
+) -> None:
     """All prompts are alike, and so are their greedy sessions, which come after the samples."""
     (tmp_path / "agent.py").write_text(f"FILE = {str(tmp_path / 'rewards')!r}\n{COUNTING}")
-    (tmp_path / "train.jsonl").write_text(8 * '{"prompt": [{"role": "user", "content": "Count."}]}\n')
+    (tmp_path / "train.jsonl").write_text(
+        8 * '{"prompt": [{"role": "user", "content": "Count."}]}\n'
+    )
     settings = [
         *agent,
         f"data.train={tmp_path / 'train.jsonl'}",
         f"rollout.agent={tmp_path / 'agent.py'}:run",
     ]
-    run = run_loop([*settings, "run.name=remax", "run.steps=1", "algorithm.advantage=remax"])
+    run = run_loop(
+        [*settings, "run.name=remax", "run.steps=1", "algorithm.advantage=remax"]
+    )
     (step,) = run.outcome.steps
     rewards = [float(line) for line in (tmp_path / "rewards").read_text().splitlines()]
-    assert step["reward/mean"] == pytest.approx(sum(rewards[:12]) / 12) and len(set(rewards[:12])) > 1
+    assert (
+        step["reward/mean"] == pytest.approx(sum(rewards[:12]) / 12)
+        and len(set(rewards[:12])) > 1
+    )
     assert rewards[12:16] == pytest.approx([step["reward/greedy"]] * 4)
     assert step["policy/rollout_mismatch_max"] < 1e-4

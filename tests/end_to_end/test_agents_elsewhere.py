@@ -38,7 +38,8 @@ def test_agents_lose_no_turn_when_an_engine_and_the_front_die(
     ]
     with Agents(port) as agents:
         run = faults.run_with(
-            [*settings, f"rollout.gateway.port={port}"], {1: faults.kill_actor, 2: kill_front}
+            [*settings, f"rollout.gateway.port={port}"],
+            {1: faults.kill_actor, 2: kill_front},
         )
     assert run.last["restarts/engines"] == 1
     assert agents.failures == []

@@ -14,7 +14,9 @@ from tests.end_to_end.test_whole_loop import assert_engine_equals_saved_model, r
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def test_samples_are_made_ahead_and_groups_without_signal_replaced(settings: list[str]) -> None:
+def test_samples_are_made_ahead_and_groups_without_signal_replaced(
+    settings: list[str],
+) -> None:
     """So far ahead that some of the first groups are left for the second step, however many have been
     replaced.
 
@@ -24,16 +26,24 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(settings: lis
     """
     overrides = [*settings, "run.name=ahead", "run.steps=5", "rollout.samples_per_prompt=2"]
     overrides += ["rollout.max_staleness=4", "algorithm.zero_variance_groups=replace"]
-    overrides += ["algorithm.max_sampling_rounds=4", "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"]
+    overrides += [
+        "algorithm.max_sampling_rounds=4",
+        "rollout.sampling.top_k=8",
+        "rollout.sampling.top_p=0.9",
+    ]
     run = run_loop(overrides)
     rollout = run.config.rollout
     schedule = Staleness(
-        run.config.batch.prompts_per_step, rollout.max_staleness, rollout.out_of_order_window
+        run.config.batch.prompts_per_step,
+        rollout.max_staleness,
+        rollout.out_of_order_window,
     )
     steps, bound = run.outcome.steps, schedule.max_age
     learned = [step["rollout/samples"] > step["rollout/samples_left_out"] for step in steps]
     assert ["policy/loss" in step for step in steps] == learned
-    assert [step["rollout/weight_version"] for step in steps] == list(itertools.accumulate(learned))
+    assert [step["rollout/weight_version"] for step in steps] == list(
+        itertools.accumulate(learned)
+    )
     assert set(run.versions) == {sum(learned)}
     assert learned[0]
     assert all(step["rollout/staleness_max"] <= bound for step in steps)

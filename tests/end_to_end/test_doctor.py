@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.ballast.doctor.test_node_checks import NODE_LINES
-from tests.end_to_end.processes import MARK, all_end, begin, marked_environment, settings_file
+from tests.end_to_end.processes import (
+    MARK,
+    all_end,
+    begin,
+    marked_environment,
+    settings_file,
+)
 
 LINES = (
     "configuration",
@@ -34,10 +40,19 @@ def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(
 ) -> None:
     """In a folder that is not there yet."""
     environment, folder = marked_environment(), workspace / "not" / "yet"
-    run = doctor(environment, *settings_file(workspace), *settings, f"run.dir={folder}", "run.name=examined")
+    run = doctor(
+        environment,
+        *settings_file(workspace),
+        *settings,
+        f"run.dir={folder}",
+        "run.name=examined",
+    )
     output, errors = run.communicate(timeout=600)
     assert run.returncode == 0, output + errors
-    found = dict(re.fullmatch(r"(?:ok  |warn)  ([^:]+): (.+)", line).groups() for line in output.splitlines())
+    found = dict(
+        re.fullmatch(r"(?:ok  |warn)  ([^:]+): (.+)", line).groups()
+        for line in output.splitlines()
+    )
     assert tuple(found) == LINES
     assert "over 2 ranks by gloo in" in found["all-reduce"]
     for name in LINES[-2:]:

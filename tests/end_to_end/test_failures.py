@@ -7,7 +7,13 @@ import json
 import pytest
 
 from tests.end_to_end import faults
-from tests.end_to_end.faults import Fault, RunWithFaults, differences, run_with, without_validation
+from tests.end_to_end.faults import (
+    Fault,
+    RunWithFaults,
+    differences,
+    run_with,
+    without_validation,
+)
 from tests.end_to_end.processes import living
 
 TWO_ENGINES = (
@@ -37,7 +43,9 @@ def undisturbed(ray_session, settings: list[str]) -> RunWithFaults:
 @pytest.fixture(scope="module")
 def undisturbed_apart(ray_session, settings: list[str]) -> RunWithFaults:
     """Each engine has processes of its own."""
-    return run_with(overrides(settings, "undisturbed-apart", *TWO_ENGINES, *OF_PROCESSES), {})
+    return run_with(
+        overrides(settings, "undisturbed-apart", *TWO_ENGINES, *OF_PROCESSES), {}
+    )
 
 
 @pytest.mark.parametrize("what", [faults.kill_actor, faults.hang_actor])
@@ -64,7 +72,9 @@ def check_an_engine_with_a_fault(
         what(run)
 
     hung = "rollout.hang_timeout_s=5"
-    run = run_with(overrides(settings, what.__name__, *TWO_ENGINES, hung, *more), {2: fail_and_note})
+    run = run_with(
+        overrides(settings, what.__name__, *TWO_ENGINES, hung, *more), {2: fail_and_note}
+    )
     assert run.last["restarts/engines"] == 1, run.said
     assert differences(run, undisturbed) == []
     assert living(pids) == []
@@ -74,7 +84,9 @@ def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
     undisturbed: RunWithFaults, settings: list[str]
 ) -> None:
     single = [*TWO_ENGINES, "rollout.replicas=1"]
-    run = run_with(overrides(settings, "single", *single), {2: faults.kill_actor, 3: faults.kill_actor})
+    run = run_with(
+        overrides(settings, "single", *single), {2: faults.kill_actor, 3: faults.kill_actor}
+    )
     assert run.last["restarts/engines"] == 2
     assert differences(run, undisturbed) == []
 
@@ -89,7 +101,8 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def usual(ray_session, settings: list[str]) -> dict[str, RunWithFaults]:
     return {
-        name: run_with(overrides(settings, f"usual-{name}", *more), {}) for name, more in SETTINGS.items()
+        name: run_with(overrides(settings, f"usual-{name}", *more), {})
+        for name, more in SETTINGS.items()
     }
 
 
@@ -109,7 +122,9 @@ def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
     given = overrides(settings, f"kill-{role}-{before}", *SETTINGS[name])
     run = run_with(given, {4: faults.kill_rank(role)}, before=before)
     assert run.last["restarts/recoveries"] == 1
-    assert any("was lost in" in text and "restarting all roles" in text for text in run.said), run.said
+    assert any(
+        "was lost in" in text and "restarting all roles" in text for text in run.said
+    ), run.said
     assert any("going on from" in text and "step-2" in text for text in run.said), run.said
     assert len(run.outcome.steps) == 2  # steps 3 and 4
     assert differences(run, usual[name]) == []
@@ -135,6 +150,8 @@ def test_a_rank_killed_without_a_checkpoint_continues_from_memory(
     assert differences(run, usual) == []
     for name in ("model", "critic"):
         file = f"{name}/model.safetensors"
-        assert (run.config.run_folder / file).read_bytes() == (usual.config.run_folder / file).read_bytes()
+        assert (run.config.run_folder / file).read_bytes() == (
+            usual.config.run_folder / file
+        ).read_bytes()
     lines = (run.config.run_folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]

@@ -19,7 +19,14 @@ from controller.engines import engine_pool
 from controller.observability.run_folder import step_file
 from controller.rollout.sample_files import read_samples, read_step
 from tests.end_to_end import faults
-from tests.end_to_end.elsewhere import KEY, Agents, agent_settings, free_port, names_of, unaccounted
+from tests.end_to_end.elsewhere import (
+    KEY,
+    Agents,
+    agent_settings,
+    free_port,
+    names_of,
+    unaccounted,
+)
 from tests.end_to_end.faults import RunWithFaults, differences, engine_pids, run_with
 from tests.end_to_end.processes import ROOT, marked_environment, settings_file, stopped
 from workers.config.roles import GATEWAY_KEY
@@ -52,20 +59,32 @@ def local(folder: Path, name: str, pause_s: float) -> list[str]:
 def replayed(run: RunWithFaults, step: int) -> int:
     """Turns that came from a record."""
     found = read_step(step_file(run.config.run_folder, step), put=lambda block: block)
-    return sum(node["replayed"] for score in found.by_sample.values() for node in score.session)
+    return sum(
+        node["replayed"] for score in found.by_sample.values() for node in score.session
+    )
 
 
 def to_kill(pids: list[int], what: str) -> list[int]:
     """The actor, its engine's processes, or all below the actor: agents too."""
-    below = [pid for pid in pids[1:] if what == "all" or "VLLM" in Path(f"/proc/{pid}/cmdline").read_text()]
+    below = [
+        pid
+        for pid in pids[1:]
+        if what == "all" or "VLLM" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
     assert bool(below) == (what != "actor")
     return below or pids[:1]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("what", "more"), [("actor", ()), ("engine", OF_PROCESSES), ("all", OF_PROCESSES)])
+@pytest.mark.parametrize(
+    ("what", "more"), [("actor", ()), ("engine", OF_PROCESSES), ("all", OF_PROCESSES)]
+)
 def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
-    ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, more: tuple[str, ...]
+    ray_session,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    more: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 0.2)
 
@@ -73,9 +92,14 @@ def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
         pids, actor = engine_pids(run), run.roles.rollouts.actors[0]
 
         def when_a_turn_is_known() -> None:
-            while not any(session.nodes for session in ray.get(actor.partial_responses.remote()).values()):
+            while not any(
+                session.nodes
+                for session in ray.get(actor.partial_responses.remote()).values()
+            ):
                 time.sleep(0.1)
-            faults.send(signal.SIGKILL, to_kill(pids, what), after_s=2.5)  # the driver looks once a second
+            faults.send(
+                signal.SIGKILL, to_kill(pids, what), after_s=2.5
+            )  # the driver looks once a second
 
         threading.Thread(target=when_a_turn_is_known, daemon=True).start()
 
@@ -93,7 +117,11 @@ def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(
 ) -> None:
     """Killed after step 3, it resumes from the checkpoint of step 2, with sessions that were under way."""
     port, environment = free_port(), marked_environment() | {GATEWAY_KEY: KEY}
-    settings = agent_settings(tmp_path, "ahead") if elsewhere else local(tmp_path, "ahead", pause_s=2.0)
+    settings = (
+        agent_settings(tmp_path, "ahead")
+        if elsewhere
+        else local(tmp_path, "ahead", pause_s=2.0)
+    )
     settings += ["run.steps=5", "batch.prompts_per_step=2", "rollout.samples_per_prompt=2"]
     settings += ["rollout.max_staleness=2", "run.checkpoint_every=2", "run.resume=auto"]
     settings += ["rollout.agent=http", f"rollout.gateway.port={port}"] if elsewhere else []
@@ -103,26 +131,39 @@ def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(
         killed = stopped(signal.SIGKILL, "step 3", fit, environment)
         assert (killed.code, killed.left) == (-signal.SIGKILL, [])
         cut = read_samples(config.run_folder / "checkpoints" / "samples" / "step-2.npz")
-        again = subprocess.run(fit, cwd=ROOT, env=environment, text=True, capture_output=True)
+        again = subprocess.run(
+            fit, cwd=ROOT, env=environment, text=True, capture_output=True
+        )
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
     lines = (config.run_folder / "lengths.jsonl").read_text().splitlines()
     trained = Counter(place for line in lines for place in json.loads(line)["prompts"])
     assert trained == dict.fromkeys(range(5 * 2), 2)
-    sessions = {seed: found for seed, found in cut.partial.items() if isinstance(found, SessionRecord)}
+    sessions = {
+        seed: found
+        for seed, found in cut.partial.items()
+        if isinstance(found, SessionRecord)
+    }
     assert any(session.nodes for session in sessions.values())
-    steps = [read_step(step_file(config.run_folder, step), put=lambda block: block) for step in (3, 4, 5)]
+    steps = [
+        read_step(step_file(config.run_folder, step), put=lambda block: block)
+        for step in (3, 4, 5)
+    ]
     later = {
         name: score.session
         for rollout in steps
-        for name, score in zip(names_of(config, rollout), rollout.by_sample.values(), strict=True)
+        for name, score in zip(
+            names_of(config, rollout), rollout.by_sample.values(), strict=True
+        )
     }
     for seed, session in sessions.items():
         if f"{seed:016x}" in later:
-            kept = [node["said"]["content"] for node in later[f"{seed:016x}"] if node["kept"]]
-            assert [node.said["content"] for node in session.nodes if node.received] == kept[
-                : len(session.nodes)
+            kept = [
+                node["said"]["content"] for node in later[f"{seed:016x}"] if node["kept"]
             ]
+            assert [
+                node.said["content"] for node in session.nodes if node.received
+            ] == kept[: len(session.nodes)]
     if not elsewhere:
         found = sum(node["replayed"] for nodes in later.values() for node in nodes)
         assert found == sum(len(session.nodes) for session in sessions.values())

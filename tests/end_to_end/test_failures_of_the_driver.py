@@ -18,7 +18,14 @@ import psutil
 import pytest
 
 from tests.end_to_end.faults import without_validation
-from tests.end_to_end.processes import MARK, ROOT, Cluster, all_end, marked_environment, settings_file
+from tests.end_to_end.processes import (
+    MARK,
+    ROOT,
+    Cluster,
+    all_end,
+    marked_environment,
+    settings_file,
+)
 from workers.model.checkpoint.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak
@@ -33,7 +40,12 @@ class Run:
     """A run in a process of its own; `lines` is what it has said so far."""
 
     def __init__(
-        self, settings: list[str], workspace: Path, name: str, *more: str, **environment: str
+        self,
+        settings: list[str],
+        workspace: Path,
+        name: str,
+        *more: str,
+        **environment: str,
     ) -> None:
         self.folder = workspace / "runs" / name
         self.environment = marked_environment() | environment
@@ -73,7 +85,10 @@ class Run:
         return self.process.wait(timeout=120)
 
     def steps(self) -> list[int]:
-        return [json.loads(line)["step"] for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["step"]
+            for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def checkpoints(self) -> list[str]:
         return [path.name for path, _ in complete(self.folder / "checkpoints" / "policy")]
@@ -106,7 +121,12 @@ def start(settings: list[str], workspace: Path) -> Iterator[Callable[..., Run]]:
 
 
 def test_a_driver_killed_while_it_saves_goes_on_from_the_checkpoint_before(start) -> None:
-    settings = ("killed-saving", "run.steps=12", "run.checkpoint_every=1", "run.resume=auto")
+    settings = (
+        "killed-saving",
+        "run.steps=12",
+        "run.checkpoint_every=1",
+        "run.resume=auto",
+    )
     run = start(*settings)
     run.until(r"^step +3")
     policy = run.pid_of("PolicyWorker")
@@ -126,7 +146,11 @@ def test_a_driver_killed_while_it_saves_goes_on_from_the_checkpoint_before(start
 
 def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
     run = start(
-        "full-disk", "run.steps=6", "run.checkpoint_every=1", "run.keep_checkpoints=1", "run.save_every=0"
+        "full-disk",
+        "run.steps=6",
+        "run.checkpoint_every=1",
+        "run.keep_checkpoints=1",
+        "run.save_every=0",
     )
     run.until(r"^step 2")
     worker = run.pid_of("PolicyWorker")
@@ -147,11 +171,16 @@ def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
 
 def test_steps_without_a_number_are_skipped_and_then_stop_the_run_by_name(start) -> None:
     """A learning rate beyond all reason makes the second step's losses NaN."""
-    more = ("policy.optimizer.learning_rate=1e30", "policy.optimizer.max_skipped_steps=2", "run.steps=9")
+    more = (
+        "policy.optimizer.learning_rate=1e30",
+        "policy.optimizer.max_skipped_steps=2",
+        "run.steps=9",
+    )
     run = start("nan", *more)
     assert run.end() == 1
     assert re.search(
-        r"^error: policy dp=0: 2 optimiser steps in a row were skipped .* NaN or infinite", run.lines[-1]
+        r"^error: policy dp=0: 2 optimiser steps in a row were skipped .* NaN or infinite",
+        run.lines[-1],
     )
     assert all_end(run.environment[MARK]) == []
 
@@ -174,7 +203,12 @@ def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
     nodes = cluster(2, "--include-dashboard=false")
     first = nodes.add_node(1)
     # More steps than are made while the second node comes up.
-    more = ("run.steps=30", "resources.cpus_per_worker=1", "rollout.threads=1", "run.checkpoint_every=5")
+    more = (
+        "run.steps=30",
+        "resources.cpus_per_worker=1",
+        "rollout.threads=1",
+        "run.checkpoint_every=5",
+    )
     run = start("lost-node", *more, **nodes.joined)
     run.until(r"^step 2")
     nodes.add_node(1)

@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("ray_of_new_interpreters")
 STEPS = 2
 LARGEST = 9.0
 USUAL = gc.get_threshold()
-ENDS = [5, 1]  # what the model's generation config says; its tokenizer knows the second alone
+ENDS = [
+    5,
+    1,
+]  # what the model's generation config says; its tokenizer knows the second alone
 
 
 def rewarding(largest: float) -> Callable[..., dict[str, float]]:
@@ -57,7 +60,10 @@ class Trained:
 @pytest.fixture(scope="module")
 def records(workspace: Path) -> dict[str, list[dict[str, Any]]]:
     """The data sets, as a notebook has them."""
-    return {name: read_records(str(workspace / f"{name}.jsonl")) for name in ("train", "validation")}
+    return {
+        name: read_records(str(workspace / f"{name}.jsonl"))
+        for name in ("train", "validation")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +71,25 @@ def source(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model to begin with."""
     source = tmp_path_factory.mktemp("source") / "model"
     shutil.copytree(workspace / "model", source)
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS, "temperature": 0.5}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ENDS, "temperature": 0.5})
+    )
     return source
 
 
 @pytest.fixture(scope="module")
 def trained(
-    ray_of_new_interpreters: None, settings: list[str], records: dict[str, list[dict[str, Any]]], source: Path
+    ray_of_new_interpreters: None,
+    settings: list[str],
+    records: dict[str, list[dict[str, Any]]],
+    source: Path,
 ) -> Trained:
     """Ended by its callback after two of five steps, in a thread that is not the main one."""
     called: list[tuple[int, dict[str, float]]] = []
     settings = [
-        setting for setting in settings if not setting.startswith(("data.train=", "data.validation="))
+        setting
+        for setting in settings
+        if not setting.startswith(("data.train=", "data.validation="))
     ]
 
     def stop_early(step: int, metrics: Any, run: ballast.RunView) -> None:
@@ -95,24 +108,47 @@ def trained(
         "reward.function=''",
     ]
     overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
-    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.data_parallel=1", f"model.path={source}"]
+    overrides += [
+        "policy.optimizer.learning_rate=1e-3",
+        "policy.data_parallel=1",
+        f"model.path={source}",
+    ]
     with ThreadPoolExecutor(1) as pool:
-        given: dict[str, Any] = {"reward": rewarding(LARGEST), "callbacks": [stop_early], **records}
-        return Trained(pool.submit(ballast.fit, overrides=overrides, **given).result(), called)
+        given: dict[str, Any] = {
+            "reward": rewarding(LARGEST),
+            "callbacks": [stop_early],
+            **records,
+        }
+        return Trained(
+            pool.submit(ballast.fit, overrides=overrides, **given).result(), called
+        )
 
 
-def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: Trained) -> None:
+def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(
+    trained: Trained,
+) -> None:
     result = trained.result
     assert (
-        [0, *(row["step"] for row in result.metrics)] == [step for step, _ in trained.called] == [0, 1, STEPS]
+        [0, *(row["step"] for row in result.metrics)]
+        == [step for step, _ in trained.called]
+        == [0, 1, STEPS]
     )
     assert [row["step"] for row in result.validations] == [0, STEPS]
     assert result.metrics[-1]["reward/digits"] == trained.called[-1][1]["reward/digits"] > 0
     assert result.metrics[-1]["reward/failures"] == 0
-    assert 1 < (result.metrics[-1]["notebook/texts"] or 0) <= (result.metrics[-1]["rollout/samples"] or 0)
+    assert (
+        1
+        < (result.metrics[-1]["notebook/texts"] or 0)
+        <= (result.metrics[-1]["rollout/samples"] or 0)
+    )
     assert result.summary["steps"] == STEPS
-    assert result.summary["validation"]["after"]["reward"] == trained.called[-1][1]["validation/reward"]
-    assert (result.model / "config.json").exists() and (result.folder / "report.html").exists()
+    assert (
+        result.summary["validation"]["after"]["reward"]
+        == trained.called[-1][1]["validation/reward"]
+    )
+    assert (result.model / "config.json").exists() and (
+        result.folder / "report.html"
+    ).exists()
     assert gc.get_threshold() == USUAL
 
 
@@ -122,8 +158,13 @@ def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_i
     recorded = trained.result.folder / "config.yaml"
     assert load(recorded).reward.function == "callable:share_of_digits"
     assert fit.main(["--config", str(recorded), "run.resume=auto"]) == 2
-    assert "stands for a Python function that was given to a call. Give it again" in capsys.readouterr().err
-    again = ballast.fit(recorded, reward=rewarding(1.0), overrides=["run.resume=auto", f"run.steps={STEPS}"])
+    assert (
+        "stands for a Python function that was given to a call. Give it again"
+        in capsys.readouterr().err
+    )
+    again = ballast.fit(
+        recorded, reward=rewarding(1.0), overrides=["run.resume=auto", f"run.steps={STEPS}"]
+    )
     assert again == trained.result  # it has ended, and nothing is started
 
 
@@ -146,9 +187,14 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     for name, interval in found.intervals.items():
         assert interval.low <= found.metrics[name] <= interval.high
     assert "pass@2" in found.intervals
-    assert files_beside(folder / "model") == files_beside(folder / f"model-{STEPS}") == files_beside(source)
+    assert (
+        files_beside(folder / "model")
+        == files_beside(folder / f"model-{STEPS}")
+        == files_beside(source)
+    )
     saved, written = (
-        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}")
+        AutoModelForCausalLM.from_pretrained(folder / name)
+        for name in ("model", f"model-{STEPS}")
     )
     assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
     monkeypatch.setattr(
@@ -172,7 +218,9 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
 
     def generate(reward: Any = rewarding(LARGEST)) -> Path:  # noqa: B008 - the same one
         folder, data = tmp_path / "samples", records["train"][:4]
-        return ballast.generate(model=trained.result.folder, reward=reward, output=folder, data=data)
+        return ballast.generate(
+            model=trained.result.folder, reward=reward, output=folder, data=data
+        )
 
     file = generate()
     whole, content = lines_of(file), file.read_bytes()
@@ -180,7 +228,9 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
         (str(u), s) for u in range(4) for s in range(3)
     }
     kept = b"".join(content.splitlines(keepends=True)[:5])
-    file.write_bytes(kept + content[len(kept) : len(kept) + 40])  # a crash in the middle of a line
+    file.write_bytes(
+        kept + content[len(kept) : len(kept) + 40]
+    )  # a crash in the middle of a line
     assert generate() == file
     assert file.read_bytes().startswith(kept)
     by_key = {(line["uid"], line["sample"]): line for line in lines_of(file)}
@@ -202,9 +252,13 @@ def check_log_probs(lines: list[dict[str, Any]], path: Path) -> None:
     for line in lines:
         ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
         with torch.no_grad():
-            log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            log_probs = (
+                model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            )
         response = log_probs[len(line["prompt_ids"]) - 1 :]
-        torch.testing.assert_close(response, torch.tensor(line["log_probs"]), rtol=0, atol=3e-5)
+        torch.testing.assert_close(
+            response, torch.tensor(line["log_probs"]), rtol=0, atol=3e-5
+        )
         ended = [id in ENDS for id in line["response_ids"]]
         assert ended == [False] * (len(ended) - 1) + [line["finish_reason"] == "stop"]
         assert len(line["response_ids"]) == line["response_tokens"] and line["reward"] >= 0

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from examples.addition.warm_start import tokenizer
 from tests.end_to_end.test_whole_loop import run_loop
@@ -73,8 +78,15 @@ def test_a_hybrid_trains_on_what_its_engine_samples(
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     characters.save_pretrained(folder)
-    overrides = [*settings, f"run.name={family}", f"model.path={folder}", f"model.dtype={dtype}"]
-    run = run_loop([*overrides, "policy.optimizer.learning_rate=1e-2", "run.checkpoint_every=3"])
+    overrides = [
+        *settings,
+        f"run.name={family}",
+        f"model.path={folder}",
+        f"model.dtype={dtype}",
+    ]
+    run = run_loop(
+        [*overrides, "policy.optimizer.learning_rate=1e-2", "run.checkpoint_every=3"]
+    )
     steps = run.outcome.steps
     assert [step["rollout/weight_version"] for step in steps] == [1, 2, 3]
     assert all(step["policy/rollout_mismatch_mean"] < mismatch for step in steps)
@@ -87,5 +99,9 @@ def test_a_hybrid_trains_on_what_its_engine_samples(
         name: float((trained[name].float() - weight).abs().mean())
         for name, weight in begun.named_parameters()
     }
-    states = {name: change for name, change in moved.items() if ".linear_attn." in name or ".conv." in name}
+    states = {
+        name: change
+        for name, change in moved.items()
+        if ".linear_attn." in name or ".conv." in name
+    }
     assert states and min(states.values()) > 1e-3

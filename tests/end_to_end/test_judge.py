@@ -26,18 +26,33 @@ def test_a_judge_grades_256_samples_and_counts_the_answers_that_cannot_be_parsed
     create_model(tmp_path / "judge", seed=3, deviation=0.2)
     lines = (workspace / "train.jsonl").read_text().splitlines()[:32]
     records = [
-        json.loads(line) | {"source": "unclear" if i == 5 else "clear"} for i, line in enumerate(lines)
+        json.loads(line) | {"source": "unclear" if i == 5 else "clear"}
+        for i, line in enumerate(lines)
     ]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "grades.py").write_text(PARSER)
-    overrides = [*settings, "run.name=judged", "run.steps=1", "data.validation=", "validation.prompts=0"]
+    overrides = [
+        *settings,
+        "run.name=judged",
+        "run.steps=1",
+        "data.validation=",
+        "validation.prompts=0",
+    ]
     overrides += [
         f"data.train={tmp_path / 'train.jsonl'}",
         "batch.prompts_per_step=32",
         "rollout.samples_per_prompt=8",
     ]
-    overrides += ["policy.data_parallel=1", "policy.max_tokens_per_micro_batch=4096", "data.shuffle=false"]
-    overrides += ["reward.function=", f"reward.judge.model={tmp_path / 'judge'}", "reward.judge.weight=0.5"]
+    overrides += [
+        "policy.data_parallel=1",
+        "policy.max_tokens_per_micro_batch=4096",
+        "data.shuffle=false",
+    ]
+    overrides += [
+        "reward.function=",
+        f"reward.judge.model={tmp_path / 'judge'}",
+        "reward.judge.weight=0.5",
+    ]
     overrides += [
         "reward.judge.prompt='{{ prompt }}{{ response }}'",
         f"reward.judge.parser={tmp_path}/grades.py:grade",
@@ -46,10 +61,18 @@ def test_a_judge_grades_256_samples_and_counts_the_answers_that_cannot_be_parsed
         "reward.judge.sampling.structured_outputs={regex: '[1-9]'}",
         "reward.judge.sampling.max_new_tokens=8",
     ]
-    overrides += ["reward.judge.max_prompt_tokens=96", "reward.judge.min_grade=0", "reward.judge.max_grade=9"]
+    overrides += [
+        "reward.judge.max_prompt_tokens=96",
+        "reward.judge.min_grade=0",
+        "reward.judge.max_grade=9",
+    ]
     run = run_loop(overrides)
     (step,) = run.outcome.steps
-    assert (step["judge/answers"], step["judge/unparsed"], step["reward/failures"]) == (256, 8, 8)
+    assert (step["judge/answers"], step["judge/unparsed"], step["reward/failures"]) == (
+        256,
+        8,
+        8,
+    )
     assert step["reward/judge/length"] == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
     characters = AutoTokenizer.from_pretrained(tmp_path / "judge")
@@ -59,7 +82,11 @@ def test_a_judge_grades_256_samples_and_counts_the_answers_that_cannot_be_parsed
         question = f"<prompt>\n{prompt}\n</prompt><response>\n{score.response}\n</response>"
         with torch.no_grad():
             likely = (
-                model(**characters(question, return_tensors="pt")).logits[0, -1, digits].argmax().item() + 1
+                model(**characters(question, return_tensors="pt"))
+                .logits[0, -1, digits]
+                .argmax()
+                .item()
+                + 1
             )
         assert score.parts["judge"] == pytest.approx(likely / 9)
         assert score.reward == pytest.approx(likely / 18)

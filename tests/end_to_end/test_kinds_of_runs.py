@@ -28,7 +28,9 @@ RATE = "policy.optimizer.learning_rate=1e-3"
 UNVALIDATED = ("data.validation=''", "validation.prompts=0")
 
 
-def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(settings: list[str]) -> None:
+def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(
+    settings: list[str],
+) -> None:
     """Two stages of two parts each, and ReMax: a greedy response to each prompt is its baseline.
 
     The mismatch of each step is that between the engine's weights of this version and the stages' own.
@@ -52,14 +54,26 @@ def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(setting
     assert [step["rollout/weight_version"] for step in steps] == [1.0, 2.0]
     assert all(step["policy/rollout_mismatch_max"] <= 3e-5 for step in steps)
     assert 0 < steps[0]["policy/reference_kl"] < steps[1]["policy/reference_kl"]
-    assert all(0 <= step["reward/greedy"] <= 1 and step["rollout/samples"] == 15 for step in steps)
+    assert all(
+        0 <= step["reward/greedy"] <= 1 and step["rollout/samples"] == 15 for step in steps
+    )
     assert any(step["reward/greedy"] != step["reward/mean"] for step in steps)
     begin = staged.folder / "checkpoints"
-    again = run_loop([*common, "run.name=whole", f"run.resume={begin / 'policy' / 'step-1'}"])
+    again = run_loop(
+        [*common, "run.name=whole", f"run.resume={begin / 'policy' / 'step-1'}"]
+    )
     (second,) = again.outcome.steps
-    for name in ("policy/loss", "policy/grad_norm", "policy/reference_kl", "reward/mean", "reward/greedy"):
+    for name in (
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/reference_kl",
+        "reward/mean",
+        "reward/greedy",
+    ):
         assert second[name] == pytest.approx(steps[1][name], abs=1e-6), name
-    first, last = (load_file(run.folder / "model" / "model.safetensors") for run in (staged, again))
+    first, last = (
+        load_file(run.folder / "model" / "model.safetensors") for run in (staged, again)
+    )
     assert first.keys() == last.keys()
     for name, weight in first.items():
         torch.testing.assert_close(last[name], weight, rtol=0, atol=1e-5)
@@ -88,7 +102,9 @@ PPO = (
 def judge(workspace: Path) -> PreTrainedModel:
     """A reward model, in the workspace as `judge`."""
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(workspace / "model", num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        workspace / "model", num_labels=1
+    )
     torch.nn.init.normal_(model.score.weight, std=0.5)
     model.save_pretrained(workspace / "judge")
     AutoTokenizer.from_pretrained(workspace / "model").save_pretrained(workspace / "judge")
@@ -107,17 +123,25 @@ def judged(ppo: list[str]) -> Run:
 
 
 @pytest.mark.slow
-def test_rewards_are_the_scores_of_transformers_own_forward_pass(judged: Run, judge: PreTrainedModel) -> None:
+def test_rewards_are_the_scores_of_transformers_own_forward_pass(
+    judged: Run, judge: PreTrainedModel
+) -> None:
     for step in judged.outcome.steps:
         assert step["reward/mean"] == pytest.approx(2 * step["reward/model"])
     for row, reward in enumerate(judged.rollout.batch["reward"]):
         ids = judged.proto.row(row)["input_ids"]
         with torch.no_grad():
             hidden = judge.base_model(input_ids=ids[None]).last_hidden_state[0, -1]
-            assert reward == pytest.approx(2 * judge.score(hidden).item(), rel=1e-3, abs=1e-4)
-    timeline = [json.loads(line) for line in (judged.folder / "timeline.jsonl").read_text().splitlines()]
+            assert reward == pytest.approx(
+                2 * judge.score(hidden).item(), rel=1e-3, abs=1e-4
+            )
+    timeline = [
+        json.loads(line)
+        for line in (judged.folder / "timeline.jsonl").read_text().splitlines()
+    ]
     assert any(
-        "scores" in {row[0] for row in line["micro_steps"].get("reward_model dp=0", ())} for line in timeline
+        "scores" in {row[0] for row in line["micro_steps"].get("reward_model dp=0", ())}
+        for line in timeline
     )
 
 
@@ -164,7 +188,9 @@ class Halves:
 
 
 @pytest.mark.slow
-def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(settings: list[str], workspace: Path) -> None:
+def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(
+    settings: list[str], workspace: Path
+) -> None:
     """With adapters the policy is its own reference. Of some episodes the environment dies."""
     file = workspace / "halves.py"
     file.write_text(ENVIRONMENT)
@@ -176,7 +202,11 @@ def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(settings: list[st
         "rollout.max_episode_tokens=24",
     ]
     overrides += ["reward.function=''", f"rollout.environment={file}:Halves", RATE]
-    overrides += ["model.lora.rank=4", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2"]
+    overrides += [
+        "model.lora.rank=4",
+        "algorithm.loss.kl_coefficient=0.1",
+        "batch.mini_batches=2",
+    ]
     run = run_loop(overrides)
     assert not run.config.starts("reference")
     steps = run.outcome.steps
@@ -195,17 +225,25 @@ def check_episodes_are_masked_and_recorded(run: Run) -> None:
     masks = []
     for row in range(len(run.proto)):
         ids, mask, sampled = (
-            run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs")
+            run.proto.row(row)[name]
+            for name in ("input_ids", "loss_mask", "rollout_log_probs")
         )
         masks.append(mask)
         assert (sampled[~mask] == 0).all() and (sampled[mask] < 0).all()
         assert len(ids) <= 26 + 24
-    assert run.proto.columns["response_tokens"].tolist() == [int(mask.sum()) for mask in masks]
+    assert run.proto.columns["response_tokens"].tolist() == [
+        int(mask.sum()) for mask in masks
+    ]
     turns = run.rollout.batch["turns"].tolist()
-    two = [score for score, count in zip(run.rollout.by_sample.values(), turns, strict=True) if count == 2]
+    two = [
+        score
+        for score, count in zip(run.rollout.by_sample.values(), turns, strict=True)
+        if count == 2
+    ]
     assert two and all("+1=" in score.response for score in two)
     assert all(
-        [list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]] for score in two
+        [list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]]
+        for score in two
     )
     assert all(score.turns[1] == {"environment": "+1="} for score in two)
 
@@ -220,9 +258,24 @@ def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(
     answered.
     """
     model = tmp_path / "model"
-    create_model(model, 0, tools.tokenizer(), width=128, layers=1, vocabulary=tools.VOCABULARY, positions=512)
+    create_model(
+        model,
+        0,
+        tools.tokenizer(),
+        width=128,
+        layers=1,
+        vocabulary=tools.VOCABULARY,
+        positions=512,
+    )
     tools_data.write(tmp_path / "train.jsonl", 8, seed=0, held_out=False)
-    overrides = [*settings, *UNVALIDATED, "run.name=tools", "run.steps=1", f"model.path={model}", RATE]
+    overrides = [
+        *settings,
+        *UNVALIDATED,
+        "run.name=tools",
+        "run.steps=1",
+        f"model.path={model}",
+        RATE,
+    ]
     overrides += [
         "data.max_prompt_tokens=64",
         f"data.train={tmp_path / 'train.jsonl'}",
@@ -233,42 +286,79 @@ def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(
         "rollout.max_turns=2",
         "rollout.max_episode_tokens=300",
     ]
-    overrides += ["rollout.sampling.max_new_tokens=99", "policy.max_tokens_per_micro_batch=512"]
+    overrides += [
+        "rollout.sampling.max_new_tokens=99",
+        "policy.max_tokens_per_micro_batch=512",
+    ]
     overrides += [f"rollout.sampling.structured_outputs={json.dumps({'regex': CALL})}"]
-    overrides += ["algorithm.loss.rollout_correction.weights=token", "policy.max_mismatch=99"]
+    overrides += [
+        "algorithm.loss.rollout_correction.weights=token",
+        "policy.max_mismatch=99",
+    ]
     run = run_loop([*overrides, "reward.function=examples.tools.reward:exact_match"])
     (step,) = run.outcome.steps
-    assert (step["rollout/turns_mean"], step["reward/called"], step["reward/failures"]) == (2, 1, 0)
-    assert step["tools/calls"] == 2 and 0 < step["tools/failed"] < 2 and step["tools/seconds"] > 0
+    assert (step["rollout/turns_mean"], step["reward/called"], step["reward/failures"]) == (
+        2,
+        1,
+        0,
+    )
+    assert (
+        step["tools/calls"] == 2
+        and 0 < step["tools/failed"] < 2
+        and step["tools/seconds"] > 0
+    )
     tokens = AutoTokenizer.from_pretrained(model)
     scores = run.rollout.by_sample.values()
     for row, score in enumerate(scores):
         ids, mask = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask"))
-        assert tokens.decode(ids[mask]).count("<tool_call>") == 2 and "<tool_response>" not in tokens.decode(
-            ids[mask]
+        assert tokens.decode(ids[mask]).count(
+            "<tool_call>"
+        ) == 2 and "<tool_response>" not in tokens.decode(ids[mask])
+        assert [list(turn) for turn in score.turns] == [
+            ["policy"],
+            ["environment"],
+            ["policy"],
+        ]
+        called = (
+            "subtract" not in score.turns[0]["policy"] and "add" in score.turns[0]["policy"]
         )
-        assert [list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]]
-        called = "subtract" not in score.turns[0]["policy"] and "add" in score.turns[0]["policy"]
-        assert ("Error: there is no tool divide" in score.turns[1]["environment"]) == (not called)
+        assert ("Error: there is no tool divide" in score.turns[1]["environment"]) == (
+            not called
+        )
 
 
 @pytest.mark.slow
-def test_an_update_that_leaves_a_weight_out_stops_the_run_and_is_named(settings: list[str]) -> None:
+def test_an_update_that_leaves_a_weight_out_stops_the_run_and_is_named(
+    settings: list[str],
+) -> None:
     """No engine samples with old and new weights mixed. A custom loss's module changes the policy's own
     process.
     """
     overrides = [*settings, *UNVALIDATED, "run.name=dropped", "policy.data_parallel=1"]
-    overrides += ["algorithm.loss.name=custom", "algorithm.loss.function=tests.end_to_end.dropping:loss"]
-    overrides += ["resources.user_code_timeout_s=300"]  # it imports all that a policy's actor does
-    with pytest.raises(RolloutError, match=r"model\.layers\.1\.self_attn\.qkv_proj\.weight"):
+    overrides += [
+        "algorithm.loss.name=custom",
+        "algorithm.loss.function=tests.end_to_end.dropping:loss",
+    ]
+    overrides += [
+        "resources.user_code_timeout_s=300"
+    ]  # it imports all that a policy's actor does
+    with pytest.raises(
+        RolloutError, match=r"model\.layers\.1\.self_attn\.qkv_proj\.weight"
+    ):
         run_loop(overrides)
 
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "olmoe": (OlmoeConfig, {"intermediate_size": 64}),
-    "qwen3_moe": (Qwen3MoeConfig, {"intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32},
+    ),
 }
-EXPERT_PARALLEL = ["policy.parallel.expert_parallel=2", "model.router_aux_loss_coefficient=0.1"]
+EXPERT_PARALLEL = [
+    "policy.parallel.expert_parallel=2",
+    "model.router_aux_loss_coefficient=0.1",
+]
 
 
 def create_experts(family: str, folder: Path, tokenizer: Path) -> None:
@@ -303,7 +393,14 @@ def create_experts(family: str, folder: Path, tokenizer: Path) -> None:
     [
         ("olmoe", ["policy.data_parallel=1"]),
         ("qwen3_moe", [*EXPERT_PARALLEL, "policy.data_parallel=2"]),
-        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.data_parallel=1", "policy.parallel.tensor_parallel=2"]),
+        (
+            "qwen3_moe",
+            [
+                *EXPERT_PARALLEL,
+                "policy.data_parallel=1",
+                "policy.parallel.tensor_parallel=2",
+            ],
+        ),
     ],
     ids=["one rank", "expert parallel", "expert and tensor parallel"],
 )
@@ -313,7 +410,10 @@ def test_samples_come_from_the_experts_that_were_trained(
     create_experts(family, workspace / family, workspace / "model")
     overrides = [*settings, f"run.name={family}-{len(sharing)}", "run.steps=2", *sharing]
     overrides += [f"model.path={workspace / family}"]
-    overrides += ["policy.optimizer.learning_rate=1e-2", "algorithm.advantage=reinforce_plus_plus"]
+    overrides += [
+        "policy.optimizer.learning_rate=1e-2",
+        "algorithm.advantage=reinforce_plus_plus",
+    ]
     overrides += [*UNVALIDATED, "batch.mini_batches=2", "run.checkpoint_every=1"]
     run = run_loop(overrides)
     first, second = run.outcome.steps
@@ -346,8 +446,14 @@ def assert_goes_on_with_two_ranks(run: Run, overrides: list[str]) -> None:
 
 def assert_every_weight_changed(before: Path, after: Path) -> None:
     """Of the saved model every parameter, each expert's by itself, differs from the first."""
-    first, last = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (before, after))
+    first, last = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (before, after)
+    )
     assert first.keys() == last.keys()
     for name, weight in first.items():
-        parts = zip(weight, last[name], strict=True) if ".experts." in name else [(weight, last[name])]
+        parts = (
+            zip(weight, last[name], strict=True)
+            if ".experts." in name
+            else [(weight, last[name])]
+        )
         assert not any(torch.equal(old, new) for old, new in parts), name

@@ -47,7 +47,9 @@ def addition(checkout: Checkout) -> Said:
     """What `make fit` says, for a few steps."""
     if (ROOT / CACHE / "model" / "config.json").exists():
         shutil.copytree(ROOT / CACHE, checkout.folder / CACHE)
-    return checkout.run(f'make fit ARGS="run.steps={STEPS} validation.prompts=64"', seconds=1800)
+    return checkout.run(
+        f'make fit ARGS="run.steps={STEPS} validation.prompts=64"', seconds=1800
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +58,22 @@ def mine(checkout: Checkout, addition: Said) -> str:
     name.
     """
     problems = [(a, b) for a in range(10, 20) for b in range(11, 95, 7)]
-    records = [{"prompt": data.prompt(a, b), "answer": data.ones_first(a + b)} for a, b in problems]
+    records = [
+        {"prompt": data.prompt(a, b), "answer": data.ones_first(a + b)} for a, b in problems
+    ]
     for name, part in (("train", records[8:]), ("test", records[:8])):
-        checkout.write(f"data/{name}.jsonl", "".join(json.dumps(record) + "\n" for record in part))
-    (code,) = [block.body for block in blocks_of(ROOT / "README.md") if block.language == "python"]
+        checkout.write(
+            f"data/{name}.jsonl", "".join(json.dumps(record) + "\n" for record in part)
+        )
+    (code,) = [
+        block.body for block in blocks_of(ROOT / "README.md") if block.language == "python"
+    ]
     checkout.write("reward.py", code)
     copied = (ROOT / "configs" / "grpo.yaml").read_text()
-    changes = {"models/policy ": f"{CACHE}/model ", "max_prompt_tokens: 512": "max_prompt_tokens: 26"}
+    changes = {
+        "models/policy ": f"{CACHE}/model ",
+        "max_prompt_tokens: 512": "max_prompt_tokens: 26",
+    }
     for ours, theirs in (changes | {"max_new_tokens: 1024": "max_new_tokens: 64"}).items():
         assert copied.count(ours) == 1
         copied = copied.replace(ours, theirs)
@@ -84,7 +95,9 @@ def rows(checkout: Checkout, name: str) -> list[dict[str, Any]]:
     """metrics.jsonl of a run: valid JSON, a line a step, in order."""
     found = [
         json.loads(line)
-        for line in (checkout.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        for line in (checkout.folder / "runs" / name / "metrics.jsonl")
+        .read_text()
+        .splitlines()
     ]
     steps = [row["step"] for row in found]
     assert steps == list(range(steps[0], steps[-1] + 1))
@@ -134,7 +147,9 @@ def test_a_run_is_looked_at_afterwards(checkout: Checkout, addition: Said) -> No
     folder = checkout.folder / "runs" / "addition"
     for file in ("report.html", "trace.json"):
         (folder / file).unlink(missing_ok=True)
-    assert checkout.run("python -m ballast report runs/addition").lines == ["runs/addition/report.html"]
+    assert checkout.run("python -m ballast report runs/addition").lines == [
+        "runs/addition/report.html"
+    ]
     page = (folder / "report.html").read_text()
     assert "<h1>addition" in page and not re.search(r"""(?:src|href)=["']?https?:""", page)
     said = checkout.run("python -m ballast timeline runs/addition")
@@ -148,7 +163,11 @@ def test_a_run_is_looked_at_afterwards(checkout: Checkout, addition: Said) -> No
 def test_tensorboard_has_the_runs(checkout: Checkout, addition: Said) -> None:
     board = checkout.start("exec tensorboard --logdir runs --port 0")
     assert board.stderr is not None
-    address = next(found[0] for line in board.stderr if (found := re.search(r"http://localhost:\d+/", line)))
+    address = next(
+        found[0]
+        for line in board.stderr
+        if (found := re.search(r"http://localhost:\d+/", line))
+    )
     deadline, found = time.monotonic() + 60, []
     while not found and time.monotonic() < deadline:
         found = json.load(urllib.request.urlopen(f"{address}data/runs"))
@@ -158,10 +177,15 @@ def test_tensorboard_has_the_runs(checkout: Checkout, addition: Said) -> None:
     assert any(name.startswith("addition") for name in found), found
 
 
-def test_own_data_and_an_own_reward_train_as_the_quickstart_says(checkout: Checkout, quickstart: str) -> None:
+def test_own_data_and_an_own_reward_train_as_the_quickstart_says(
+    checkout: Checkout, quickstart: str
+) -> None:
     tried = checkout.run(f"python -m controller.fit --config {quickstart} --dry-run")
     assert "mine/train.jsonl: 3 records" in tried.lines
-    assert "mine/reward.py:reward: tried on the first record and an empty response" in tried.lines
+    assert (
+        "mine/reward.py:reward: tried on the first record and an empty response"
+        in tried.lines
+    )
     assert "    85+76=" in tried.lines
     assert len(tried.lines) < 70 and not (checkout.folder / "runs" / "mine").exists()
     said = checkout.run(f"python -m controller.fit --config {quickstart} run.steps=10")
@@ -171,12 +195,18 @@ def test_own_data_and_an_own_reward_train_as_the_quickstart_says(checkout: Check
     answers = {"85+76=": "521", "9+4=": "31", "21+33=": "54"}
     samples = (checkout.folder / "runs" / "mine" / "samples.jsonl").read_text().splitlines()
     for sample in map(json.loads, samples):
-        assert sample["reward"] == float(sample["response"].partition("#")[2] == answers[sample["prompt"]])
+        assert sample["reward"] == float(
+            sample["response"].partition("#")[2] == answers[sample["prompt"]]
+        )
 
 
-def test_a_recipe_with_the_lines_marked_yours_changed_runs(checkout: Checkout, mine: str) -> None:
+def test_a_recipe_with_the_lines_marked_yours_changed_runs(
+    checkout: Checkout, mine: str
+) -> None:
     tried = checkout.run(f"python -m controller.fit --config {mine} --dry-run")
-    assert "reward.py:reward: tried on the first record and an empty response" in tried.lines
+    assert (
+        "reward.py:reward: tried on the first record and an empty response" in tried.lines
+    )
     said = checkout.run(
         f"python -m controller.fit --config {mine} policy.max_tokens_per_micro_batch=16384 run.steps=2 "
         f"run.name=recipe {SMALL}"
@@ -185,7 +215,9 @@ def test_a_recipe_with_the_lines_marked_yours_changed_runs(checkout: Checkout, m
     assert (
         said.out.count("│ reward │ advantage │") == 0 and said.out.count("completions") == 2
     )  # the recipe's setting
-    recorded = yaml.safe_load((checkout.folder / "runs" / "recipe" / "config.yaml").read_text())
+    recorded = yaml.safe_load(
+        (checkout.folder / "runs" / "recipe" / "config.yaml").read_text()
+    )
     assert recorded["policy"]["max_tokens_per_micro_batch"] == 16384
     settings = checkout.run("python -m controller.fit --settings")
     assert "policy.max_tokens_per_micro_batch" in settings.out
@@ -210,7 +242,9 @@ def test_what_is_typed_wrong_is_told_in_one_line(
 ) -> None:
     began = set((checkout.folder / "runs").iterdir())
     said = checkout.run(f"python -m controller.fit --config {mine} {arguments}", code=2)
-    assert said.errors.startswith(f"error: {message}") and said.errors.count("\n") == 1, said.errors
+    assert said.errors.startswith(f"error: {message}") and said.errors.count("\n") == 1, (
+        said.errors
+    )
     assert said.out == ""
     assert set((checkout.folder / "runs").iterdir()) == began
 
@@ -218,12 +252,17 @@ def test_what_is_typed_wrong_is_told_in_one_line(
 def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
     code, settings = (
         next(
-            block.body for block in blocks_of(ROOT / "docs" / "environments.md") if block.language == language
+            block.body
+            for block in blocks_of(ROOT / "docs" / "environments.md")
+            if block.language == language
         )
         for language in ("python", "yaml")
     )
     checkout.write("my/guess.py", code)
-    checkout.write("my/train.jsonl", '{"prompt": "1+1=", "number": 2}\n{"prompt": "9+4=", "number": 31}\n')
+    checkout.write(
+        "my/train.jsonl",
+        '{"prompt": "1+1=", "number": 2}\n{"prompt": "9+4=", "number": 31}\n',
+    )
     checkout.write(
         "my/config.yaml",
         f"model: {{path: {CACHE}/model}}\n"
@@ -236,11 +275,15 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
         "    Find a number below 100. ",
         "the environment's reward of an empty response: -1, which ends the episode",
     ]
-    said = checkout.run(f"python -m controller.fit --config my/config.yaml run.steps=2 {SMALL}")
+    said = checkout.run(
+        f"python -m controller.fit --config my/config.yaml run.steps=2 {SMALL}"
+    )
     shows_steps(said, "my", 2)
     samples = [
         json.loads(line)
-        for line in (checkout.folder / "runs" / "my" / "samples.jsonl").read_text().splitlines()
+        for line in (checkout.folder / "runs" / "my" / "samples.jsonl")
+        .read_text()
+        .splitlines()
     ]
     assert samples
     for sample in samples:
@@ -250,10 +293,10 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
         assert sample["reward"] <= 1.0
 
 
-def test_adapters_are_trained_and_saved_as_peft_reads_them(checkout: Checkout, quickstart: str) -> None:
-    command = (
-        f"python -m ballast fit --config {quickstart} model.lora.rank=4 run.name=lora run.steps=2 {SMALL}"
-    )
+def test_adapters_are_trained_and_saved_as_peft_reads_them(
+    checkout: Checkout, quickstart: str
+) -> None:
+    command = f"python -m ballast fit --config {quickstart} model.lora.rank=4 run.name=lora run.steps=2 {SMALL}"
     said = checkout.run(command)
     assert said.lines[-1].startswith("runs/lora: model, adapters, report.html")
     check = (
@@ -269,14 +312,19 @@ def test_adapters_are_trained_and_saved_as_peft_reads_them(checkout: Checkout, q
     assert checkout.run("python adapters.py").lines == ["True", "True"]
 
 
-def test_a_trained_model_is_evaluated_and_sampled_from(checkout: Checkout, mine: str) -> None:
+def test_a_trained_model_is_evaluated_and_sampled_from(
+    checkout: Checkout, mine: str
+) -> None:
     said = checkout.run(
         f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2"
     )
     folder = checkout.folder / "runs" / "addition"
     metrics = json.loads((folder / "evaluate" / "model" / "metrics.json").read_text())
     assert re.search(r"^reward +0\.\d+ +0\.\d+ to [01]\.\d+", said.out, re.M), said.out
-    assert said.lines[-1] == "runs/addition/evaluate/model/metrics.json: 16 samples of 8 prompts"
+    assert (
+        said.lines[-1]
+        == "runs/addition/evaluate/model/metrics.json: 16 samples of 8 prompts"
+    )
     assert "pass@2" in json.dumps(metrics)
     again = checkout.run(
         f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2"
@@ -284,14 +332,23 @@ def test_a_trained_model_is_evaluated_and_sampled_from(checkout: Checkout, mine:
     assert "runs/addition/evaluate/model: 16 of 16 samples are there" in again.lines
     assert again.lines_with("reward") == said.lines_with("reward")
 
-    said = checkout.run(f"python -m ballast generate --config {mine} --model runs/addition --prompts 3")
+    said = checkout.run(
+        f"python -m ballast generate --config {mine} --model runs/addition --prompts 3"
+    )
     assert said.lines[-1] == "runs/addition/generate/model/samples.jsonl: 24 samples"
     lines = (folder / "generate" / "model" / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 24
     for line in map(json.loads, lines):
-        assert len(line["log_probs"]) == len(line["response_ids"]) == line["response_tokens"] > 0
+        assert (
+            len(line["log_probs"])
+            == len(line["response_ids"])
+            == line["response_tokens"]
+            > 0
+        )
         assert max(line["log_probs"]) <= 0
-        assert line["reward"] == float(line["response"].strip().endswith(line["record"]["answer"]))
+        assert line["reward"] == float(
+            line["response"].strip().endswith(line["record"]["answer"])
+        )
 
 
 def test_given_responses_and_pairs_train(checkout: Checkout, addition: Said) -> None:
@@ -330,14 +387,14 @@ def test_the_doctor_finds_this_machine_well(checkout: Checkout, mine: str) -> No
     assert said.lines_with("ok") and not said.lines_with("FAIL")
 
 
-def test_the_same_command_is_a_ray_job(checkout: Checkout, mine: str, tmp_path: Path) -> None:
+def test_the_same_command_is_a_ray_job(
+    checkout: Checkout, mine: str, tmp_path: Path
+) -> None:
     """The README's lines, with ports that nothing else here has."""
     home = f"export RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:28465 HOME={tmp_path}; "
     checkout.run(f"{home} ray get-auth-token --generate")
     checkout.run(f"{home} ray start --head --num-cpus=4 {' '.join(ports(200))}")
-    shared = (
-        f"model.path=$PWD/{CACHE}/model data.train=$PWD/data/train.jsonl data.validation=$PWD/data/test.jsonl"
-    )
+    shared = f"model.path=$PWD/{CACHE}/model data.train=$PWD/data/train.jsonl data.validation=$PWD/data/test.jsonl"
     fit = f"python -m controller.fit --config {mine} run.dir={tmp_path} run.name=job run.steps=2 {SMALL} {shared}"
     job = checkout.run(f"{home} ray job submit --working-dir . -- {fit}")
     assert re.search(STEP.format(2, 2), job.out), job.out

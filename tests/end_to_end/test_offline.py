@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, run_offline, write_offline_workspace
+from tests.controller.offline.local_run import (
+    OF_COMMAND,
+    SETTINGS,
+    run_offline,
+    write_offline_workspace,
+)
 from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
 
 PLANS = {
@@ -26,23 +31,46 @@ PLANS = {
 }
 
 
-def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp_path: Path) -> None:
+def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(
+    tmp_path: Path,
+) -> None:
     write_offline_workspace(tmp_path)
     (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
     environment = marked_environment() | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "controller.sft", "--config", "mine.yaml", *SETTINGS, *OF_COMMAND["sft"]]
+    command = [
+        sys.executable,
+        "-m",
+        "controller.sft",
+        "--config",
+        "mine.yaml",
+        *SETTINGS,
+        *OF_COMMAND["sft"],
+    ]
     command += ["policy.data_parallel=2", "model.gradient_checkpointing=auto", "-v"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     assert "starting actors: 2 policy" in done.stdout
     assert "model.gradient_checkpointing=auto: none in all layers" in done.stdout  # on CPUs
     (step,) = [line for line in done.stdout.splitlines() if line.startswith("step 3/3  ")]
     assert len(step) <= 80 and "planned" in step  # -v shows it
     folder = tmp_path / "runs" / "mine"
-    assert all((folder / name).exists() for name in ("model/config.json", "report.html", "summary.json"))
+    assert all(
+        (folder / name).exists()
+        for name in ("model/config.json", "report.html", "summary.json")
+    )
     log = (folder / "run.log").read_text()
-    assert log.startswith("=== ") and re.search("\nstep 3/3  .*epoch", log) and "\x1b" not in log
-    assert set(re.findall(r"^\((.+) pid=", log, re.M)) <= {"policy dp=0", "policy dp=1", "raylet"}
+    assert (
+        log.startswith("=== ")
+        and re.search("\nstep 3/3  .*epoch", log)
+        and "\x1b" not in log
+    )
+    assert set(re.findall(r"^\((.+) pid=", log, re.M)) <= {
+        "policy dp=0",
+        "policy dp=1",
+        "raylet",
+    }
     assert all_end(environment[MARK]) == []
 
 
@@ -58,8 +86,14 @@ def test_c7_curves_do_not_depend_on_ranks_layout_and_context_parallelism(
     for number, plan in enumerate(PLANS.values()):
         # Ray's processes began in another working directory.
         places = [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'runs'}"]
-        outcome = run_offline(command, f"run-{number}", "data.validation=held_out.jsonl", *places, *plan)
-        curves.append([*(step["policy/loss"] for step in outcome.steps), outcome.after["loss"]])
-    assert abs(curves[0][-1] - curves[0][0]) > 1e-3, "the steps change what is to be compared"
+        outcome = run_offline(
+            command, f"run-{number}", "data.validation=held_out.jsonl", *places, *plan
+        )
+        curves.append(
+            [*(step["policy/loss"] for step in outcome.steps), outcome.after["loss"]]
+        )
+    assert abs(curves[0][-1] - curves[0][0]) > 1e-3, (
+        "the steps change what is to be compared"
+    )
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], abs=1e-6)

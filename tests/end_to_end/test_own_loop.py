@@ -15,27 +15,41 @@ CALLS = 3
 def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(
     ray_session, settings: list[str]
 ) -> None:
-    with ballast.open(overrides=[*settings, "run.name=own-loop", "run.checkpoint_every=1"]) as run:
+    with ballast.open(
+        overrides=[*settings, "run.name=own-loop", "run.checkpoint_every=1"]
+    ) as run:
         first = run.sample(run.prompts(4), n=3)
         greedy = run.sample(
-            [[5, 6, 7], "12+34="], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8), seed=1
+            [[5, 6, 7], "12+34="],
+            sampling=SamplingConfig(temperature=0.0, max_new_tokens=8),
+            seed=1,
         )
         before = run.forward(first.result().batch)
         batch, sampled = first.result().batch, first.result().sequences
-        assert [len(each.ids) for each in sampled] == (batch["length"] - batch["prompt_tokens"]).tolist()
+        assert [len(each.ids) for each in sampled] == (
+            batch["length"] - batch["prompt_tokens"]
+        ).tolist()
         assert before.result().metrics["rollout_mismatch_max"] < 1e-3
         rows = before.result().log_probs
         for row, each in zip(rows, sampled, strict=True):
-            np.testing.assert_allclose(row[len(each.prompt_ids) :], each.log_probs, atol=1e-3)
+            np.testing.assert_allclose(
+                row[len(each.prompt_ids) :], each.log_probs, atol=1e-3
+            )
         columns = {"advantages": np.linspace(-1, 1, len(batch))}
         for part in np.array_split(np.arange(len(batch)), CALLS):
             run.forward_backward(batch, rows=part, columns=columns)
-        ahead = run.sample([[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8))
+        ahead = run.sample(
+            [[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8)
+        )
         stepped, version = run.step(learning_rate=1e-2), run.publish()
-        after = run.sample([[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8))
+        after = run.sample(
+            [[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8)
+        )
         assert stepped.result()["learning_rate"] == 1e-2 and version.result() == 1
         old, same, new = (each.result().sequences[0] for each in (greedy, ahead, after))
-        np.testing.assert_array_equal(same.ids, old.ids)  # asked for before the weights were published
+        np.testing.assert_array_equal(
+            same.ids, old.ids
+        )  # asked for before the weights were published
         assert new.ids.tolist() != old.ids.tolist() or not np.allclose(
             new.log_probs, old.log_probs, atol=1e-3
         )
@@ -50,7 +64,9 @@ def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(
     with ballast.open(overrides=resumed) as run:
         assert run.steps == 1
         (found,) = (
-            run.sample([[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8))
+            run.sample(
+                [[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8)
+            )
             .result()
             .sequences
         )
@@ -58,5 +74,8 @@ def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(
 
 
 def test_a_setting_that_the_loop_itself_decides_is_refused(settings: list[str]) -> None:
-    with refused("rollout.max_staleness=1"), ballast.open(overrides=[*settings, "rollout.max_staleness=1"]):
+    with (
+        refused("rollout.max_staleness=1"),
+        ballast.open(overrides=[*settings, "rollout.max_staleness=1"]),
+    ):
         raise AssertionError

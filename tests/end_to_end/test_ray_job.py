@@ -30,7 +30,11 @@ def nodes() -> Iterator[Cluster]:
     package.
     """
     found = Cluster(
-        0, 4, RAY_JOB_STOP_WAIT_TIME_S="60", VLLM_ENABLE_V1_MULTIPROCESSING="1", NUMBA_DISABLE_JIT="1"
+        0,
+        4,
+        RAY_JOB_STOP_WAIT_TIME_S="60",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        NUMBA_DISABLE_JIT="1",
     )
     yield found
     found.end()
@@ -42,12 +46,19 @@ def cluster(nodes: Cluster) -> dict[str, str]:
     return nodes.environment
 
 
-def run_when_ready(submit: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_when_ready(
+    submit: list[str], environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Submit a job, again for a minute while the head has come up but not yet its job agent."""
     deadline = time.monotonic() + 60
     while True:
-        job = subprocess.run(submit, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        if "No available agent to submit job" not in job.stderr or time.monotonic() > deadline:
+        job = subprocess.run(
+            submit, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        if (
+            "No available agent to submit job" not in job.stderr
+            or time.monotonic() > deadline
+        ):
             return job
         time.sleep(2)
 
@@ -79,7 +90,9 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(nodes: Cluster, cluster: dict[str, str], settings: list[str], workspace: Path) -> Finished:
+def finished(
+    nodes: Cluster, cluster: dict[str, str], settings: list[str], workspace: Path
+) -> Finished:
     fit = [
         "python",
         "-m",
@@ -89,7 +102,11 @@ def finished(nodes: Cluster, cluster: dict[str, str], settings: list[str], works
         "run.name=job",
         "policy.data_parallel=1",
     ]
-    fit += [f"run.steps={STEPS}", "run.checkpoint_every=1", "policy.optimizer.learning_rate=1e-3"]
+    fit += [
+        f"run.steps={STEPS}",
+        "run.checkpoint_every=1",
+        "policy.optimizer.learning_rate=1e-3",
+    ]
     (raylet,) = nodes.raylets()
     seen, ended = Seen(), Event()
 
@@ -100,17 +117,23 @@ def finished(nodes: Cluster, cluster: dict[str, str], settings: list[str], works
     watcher = Thread(target=watch)
     watcher.start()
     try:
-        job = run_when_ready(["ray", "job", "submit", ADDRESS, "--working-dir", ".", "--", *fit], cluster)
+        job = run_when_ready(
+            ["ray", "job", "submit", ADDRESS, "--working-dir", ".", "--", *fit], cluster
+        )
     finally:
         ended.set()
         watcher.join()
     assert job.returncode == 0, job.stdout + job.stderr
     folder = workspace / "runs" / "job"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return Finished(job, folder, seen, lines)
 
 
-def test_the_same_command_runs_as_a_ray_job(finished: Finished, cluster: dict[str, str]) -> None:
+def test_the_same_command_runs_as_a_ray_job(
+    finished: Finished, cluster: dict[str, str]
+) -> None:
     assert f"step {STEPS}/{STEPS}" in finished.job.stdout
     assert json.loads((finished.folder / "summary.json").read_text())["steps"] == STEPS
     token = cluster["RAY_AUTH_TOKEN"]
@@ -121,13 +144,21 @@ def test_the_same_command_runs_as_a_ray_job(finished: Finished, cluster: dict[st
     assert token not in finished.job.stdout + finished.job.stderr
 
 
-def test_the_engine_is_a_process_below_its_actor_and_gone_afterwards(finished: Finished) -> None:
+def test_the_engine_is_a_process_below_its_actor_and_gone_afterwards(
+    finished: Finished,
+) -> None:
     """By how it was started: whether vLLM can change its title depends on the environment's first
     variable.
     """
     titles, parents = finished.seen.titles, finished.seen.parents
-    spawned = {pid for pid, shown in titles.items() if any("spawn_main" in title for title in shown)}
-    cores = [pid for pid in spawned if parents[pid] not in spawned]  # a core starts workers of its own
+    spawned = {
+        pid
+        for pid, shown in titles.items()
+        if any("spawn_main" in title for title in shown)
+    }
+    cores = [
+        pid for pid in spawned if parents[pid] not in spawned
+    ]  # a core starts workers of its own
     assert len(cores) == 1, titles
     actor = parents[cores[0]]
     assert any("VllmEngineActor" in title for title in titles[actor]), titles[actor]
@@ -147,7 +178,10 @@ def test_new_weights_reach_the_process(finished: Finished, workspace: Path) -> N
 def difference(first: Path, second: Path) -> float:
     """Mean difference of two models' log-probs of the same text."""
     ids = torch.arange(3, 15)[None]
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (first, second)
+    ]
     with torch.no_grad():
         ours, others = (model(ids).logits.log_softmax(-1) for model in models)
     return float((ours - others).abs().mean())
@@ -158,7 +192,12 @@ def test_a_ray_job_is_watched_and_stopped_with_a_checkpoint(
     cluster: dict[str, str], settings: list[str], workspace: Path
 ) -> None:
     fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
-    fit += ["run.name=watched", "run.steps=1000", "policy.data_parallel=1", "run.checkpoint_every=1000"]
+    fit += [
+        "run.name=watched",
+        "run.steps=1000",
+        "policy.data_parallel=1",
+        "run.checkpoint_every=1000",
+    ]
 
     def job(command: str, *arguments: str) -> str:
         words = ["ray", "job", command, ADDRESS, *arguments]

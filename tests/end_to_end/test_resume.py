@@ -15,7 +15,13 @@ import pytest
 
 from controller.observability.run_folder import step_file
 from controller.rollout.sample_files import read_samples, read_step
-from tests.end_to_end.processes import ROOT, Stopped, marked_environment, settings_file, stopped
+from tests.end_to_end.processes import (
+    ROOT,
+    Stopped,
+    marked_environment,
+    settings_file,
+    stopped,
+)
 from workers.model.checkpoint.checkpoint_folder import complete
 
 PROMPTS, SAMPLES = 5, 3  # of a step, of a prompt
@@ -49,7 +55,11 @@ class Resumed:
 def resumed(settings: list[str], workspace: Path) -> Resumed:
     """Killed after step 5 and begun again, a run is stopped by Ctrl-C after its step 6."""
     environment, folder = marked_environment(), workspace / "runs" / "killed"
-    fit = [*command(settings, workspace, "killed"), "run.steps=1000", "policy.data_parallel=1"]
+    fit = [
+        *command(settings, workspace, "killed"),
+        "run.steps=1000",
+        "policy.data_parallel=1",
+    ]
     kill_after("step    5/", fit, environment)
     before = records(folder)
     again = stopped(signal.SIGINT, "step    6/", fit, environment)
@@ -57,7 +67,9 @@ def resumed(settings: list[str], workspace: Path) -> Resumed:
 
 
 def records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(resumed: Resumed) -> None:
@@ -79,14 +91,20 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(resumed: Resumed) -> None:
             assert first.get(name) == pytest.approx(second.get(name), abs=1e-6)
 
 
-def test_a_run_stopped_by_ctrl_c_says_so_and_leaves_a_checkpoint_and_no_process(resumed: Resumed) -> None:
+def test_a_run_stopped_by_ctrl_c_says_so_and_leaves_a_checkpoint_and_no_process(
+    resumed: Resumed,
+) -> None:
     check_stopped(resumed.again, resumed.folder, "step    6/1000")
 
 
 def test_a_local_run_listens_on_this_machine_alone(resumed: Resumed) -> None:
     """Ray, its workers and agents, ranks and engines."""
     assert len(resumed.again.listening) > 5
-    outside = [found for found in resumed.again.listening if not found[1].endswith(("127.0.0.1", "::1"))]
+    outside = [
+        found
+        for found in resumed.again.listening
+        if not found[1].endswith(("127.0.0.1", "::1"))
+    ]
     assert outside == []
 
 
@@ -101,7 +119,9 @@ def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
     assert re.match(last_said + r"  .*reward \d\.\d+", found.said[-1])
     assert found.left == []
     last = records(folder)[-1]["step"]
-    assert [path.name for path, _ in complete(folder / "checkpoints" / "policy")][-1] == f"step-{last}"
+    assert [path.name for path, _ in complete(folder / "checkpoints" / "policy")][
+        -1
+    ] == f"step-{last}"
 
 
 @pytest.mark.slow  # tests/controller/rollout/test_async_buffer.py has the rules
@@ -127,7 +147,9 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from" in resumed.stdout
 
-    recorded = [json.loads(line) for line in (folder / "lengths.jsonl").read_text().splitlines()]
+    recorded = [
+        json.loads(line) for line in (folder / "lengths.jsonl").read_text().splitlines()
+    ]
     trained = Counter(place for row in recorded for place in row["prompts"])
     assert trained == dict.fromkeys(range(6 * PROMPTS), SAMPLES)
     later = {key: row for step in (4, 5, 6) for key, row in rows(folder, step)}
@@ -140,8 +162,12 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
         assert tuple(part.ids) in [response[: len(part.ids)] for response in responses]
 
 
-def rows(folder: Path, step: int) -> Iterator[tuple[tuple[str, int], dict[str, np.ndarray]]]:
+def rows(
+    folder: Path, step: int
+) -> Iterator[tuple[tuple[str, int], dict[str, np.ndarray]]]:
     """The tokens of a step's samples, by (uid, sample)."""
     rollout = read_step(step_file(folder, step), put=lambda block: block)
-    for key, (block, _, row) in zip(rollout.by_sample, rollout.samples.tokens["input_ids"], strict=True):
+    for key, (block, _, row) in zip(
+        rollout.by_sample, rollout.samples.tokens["input_ids"], strict=True
+    ):
         yield key, block.row(row)

@@ -23,7 +23,11 @@ from tests.end_to_end.conftest import SETTINGS
 from tests.end_to_end.served import KEY, Served
 
 pytestmark = pytest.mark.slow
-OWN = [each for each in SETTINGS if not each.startswith(("reward.", "policy.data_parallel", "run.steps"))]
+OWN = [
+    each
+    for each in SETTINGS
+    if not each.startswith(("reward.", "policy.data_parallel", "run.steps"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    overrides = [*OWN, f"model.path={model}", f"run.dir={folder}", "run.name=one", "policy.data_parallel=2"]
+    overrides = [
+        *OWN,
+        f"model.path={model}",
+        f"run.dir={folder}",
+        "run.name=one",
+        "policy.data_parallel=2",
+    ]
     with Served(overrides, folder) as found:
         yield found
         assert found.stop() == 1  # interrupted
@@ -53,7 +63,8 @@ def started(service: tinker.ServiceClient, model: Path) -> tinker.TrainingClient
 
 def datum(ids: list[int], **inputs: Any) -> types.Datum:
     return types.Datum(
-        model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:]} | inputs
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:]} | inputs,
     )
 
 
@@ -61,7 +72,10 @@ def problem(
     client: tinker.TrainingClient, prompt: str = "21+43=", response: str = "246.134.#64"
 ) -> types.Datum:
     tokenizer = client.get_tokenizer()
-    first, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, response))
+    first, rest = (
+        tokenizer(part, add_special_tokens=False)["input_ids"]
+        for part in (prompt, response)
+    )
     weights = [0.0] * (len(first) - 1) + [1.0] * (len(rest) + 1)
     return datum([*first, *rest, tokenizer.eos_token_id], weights=weights)
 
@@ -70,7 +84,9 @@ def log_probs(found: types.ForwardBackwardOutput) -> list[np.ndarray]:
     return [output["logprobs"].to_numpy() for output in found.loss_fn_outputs]
 
 
-def test_the_stock_client_trains_and_samples(service: tinker.ServiceClient, model: Path) -> None:
+def test_the_stock_client_trains_and_samples(
+    service: tinker.ServiceClient, model: Path
+) -> None:
     training = started(service, model)
     assert service.get_server_capabilities().supported_models[0].model_name == str(model)
     assert training.get_info().model_data.tokenizer_id == str(model)
@@ -112,20 +128,35 @@ def test_the_stock_client_trains_and_samples(service: tinker.ServiceClient, mode
         for output, each in zip(log_probs(outputs), found.sequences, strict=True):
             np.testing.assert_allclose(output[5:], each.logprobs, atol=3e-5)
         assert np.isfinite(outputs.metrics["loss:sum"])
-    assert training.optim_step(types.AdamParams(learning_rate=1e-4)).result().metrics["grad_norm"] > 0
+    assert (
+        training.optim_step(types.AdamParams(learning_rate=1e-4))
+        .result()
+        .metrics["grad_norm"]
+        > 0
+    )
 
 
-def test_a_custom_loss_equals_the_built_in_one(service: tinker.ServiceClient, model: Path) -> None:
+def test_a_custom_loss_equals_the_built_in_one(
+    service: tinker.ServiceClient, model: Path
+) -> None:
     training = started(service, model)
     data = [problem(training), problem(training, "5+7=", "572^#21")]
 
-    def cross_entropy(data: list[types.Datum], found: list[Any]) -> tuple[Any, dict[str, float]]:
+    def cross_entropy(
+        data: list[types.Datum], found: list[Any]
+    ) -> tuple[Any, dict[str, float]]:
         weights = [each.loss_fn_inputs["weights"].to_torch() for each in data]
-        loss = sum(-(row * weight).sum() for row, weight in zip(found, weights, strict=True))
+        loss = sum(
+            -(row * weight).sum() for row, weight in zip(found, weights, strict=True)
+        )
         return loss, {"mine": float(loss)}
 
     known = training.forward_backward(data, "cross_entropy").result()
-    norm = training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics["grad_norm"]
+    norm = (
+        training.optim_step(types.AdamParams(learning_rate=1e-12))
+        .result()
+        .metrics["grad_norm"]
+    )
     found = training.forward_backward_custom(data, cross_entropy).result()
     assert found.metrics["mine"] == pytest.approx(known.metrics["loss:sum"], rel=1e-5)
     assert training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics[
@@ -148,13 +179,17 @@ def test_a_state_comes_back_to_this_client_and_to_a_new_one(
     training.forward_backward(data, "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     training.load_state(path).result()
-    np.testing.assert_array_equal(log_probs(training.forward(data, "cross_entropy").result()), saved)
+    np.testing.assert_array_equal(
+        log_probs(training.forward(data, "cross_entropy").result()), saved
+    )
     for again in (
         service.create_training_client_from_state,
         service.create_training_client_from_state_with_optimizer,
     ):
         newer = again(path).result()
-        np.testing.assert_array_equal(log_probs(newer.forward(data, "cross_entropy").result()), saved)
+        np.testing.assert_array_equal(
+            log_probs(newer.forward(data, "cross_entropy").result()), saved
+        )
     with pytest.raises(Exception, match="replaced"):
         training.forward(data, "cross_entropy").result()
 
@@ -167,18 +202,29 @@ def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(
         service.create_sampling_client(base_model=str(model)).result(),
         training.get_tokenizer(),
     )
-    prompt = types.ModelInput.from_ints(tokenizer("21+43=", add_special_tokens=False)["input_ids"])
+    prompt = types.ModelInput.from_ints(
+        tokenizer("21+43=", add_special_tokens=False)["input_ids"]
+    )
 
     def sample(n: int = 1, **changed: Any) -> list[list[int]]:
-        parameters = types.SamplingParams(**({"temperature": 1.0, "max_tokens": 12, "seed": 42} | changed))
-        return [list(each.tokens) for each in sampler.sample(prompt, n, parameters).result().sequences]
+        parameters = types.SamplingParams(
+            **({"temperature": 1.0, "max_tokens": 12, "seed": 42} | changed)
+        )
+        return [
+            list(each.tokens)
+            for each in sampler.sample(prompt, n, parameters).result().sequences
+        ]
 
     assert sample(3) == sample(3) and len({tuple(each) for each in sample(3)}) > 1
     assert sample(3, seed=999) != sample(3)
     (whole,) = sample(temperature=0.0)
     text = tokenizer.decode(whole)
     stopped = (
-        sampler.sample(prompt, 1, types.SamplingParams(temperature=0.0, max_tokens=12, stop=[text[4:6]]))
+        sampler.sample(
+            prompt,
+            1,
+            types.SamplingParams(temperature=0.0, max_tokens=12, stop=[text[4:6]]),
+        )
         .result()
         .sequences[0]
     )
@@ -188,13 +234,20 @@ def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(
     )
     (by_id,) = sample(temperature=0.0, stop=[whole[2]])
     assert by_id == whole[: whole.index(whole[2]) + 1]
-    for stop in ([-1], [1_000_000], [10**30], [""]):  # engines refuse these, and the server goes on
+    for stop in (
+        [-1],
+        [1_000_000],
+        [10**30],
+        [""],
+    ):  # engines refuse these, and the server goes on
         with pytest.raises(Exception, match="stop"):
             sample(stop=stop)
     found = sampler.sample(
         prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True
     ).result()
-    assert found.prompt_logprobs[0] is None and all(value < 0 for value in found.prompt_logprobs[1:])
+    assert found.prompt_logprobs[0] is None and all(
+        value < 0 for value in found.prompt_logprobs[1:]
+    )
     with pytest.raises(Exception, match="topk_prompt_logprobs"):
         sampler.sample(
             prompt,
@@ -212,13 +265,16 @@ def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(
     assert again.sample(prompt, 2, types.SamplingParams(max_tokens=4)).result().sequences
 
 
-def test_what_is_not_supported_is_said_in_a_sentence(service: tinker.ServiceClient, model: Path) -> None:
+def test_what_is_not_supported_is_said_in_a_sentence(
+    service: tinker.ServiceClient, model: Path
+) -> None:
     training = started(service, model)
     for wrong, message in (
         (datum([3, 4, 99]), "vocabulary"),
         (
             types.Datum(
-                model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [5, 6]}
+                model_input=types.ModelInput.from_ints([3, 4]),
+                loss_fn_inputs={"target_tokens": [5, 6]},
             ),
             "target_tokens",
         ),
@@ -274,7 +330,10 @@ def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(
         samplers = [each.save_weights_and_get_sampling_client().result() for each in both]
         samplers.append(service.create_sampling_client(base_model=str(model)).result())
         prompt = types.ModelInput.from_ints(problem(both[0]).model_input.to_ints()[:6])
-        asked = [each.sample(prompt, 4, types.SamplingParams(max_tokens=8, seed=1)) for each in samplers]
+        asked = [
+            each.sample(prompt, 4, types.SamplingParams(max_tokens=8, seed=1))
+            for each in samplers
+        ]
         means = []
         for sampler, future in zip(samplers, asked, strict=True):
             for each in future.result().sequences:
@@ -284,7 +343,10 @@ def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(
                 np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
             means.append(float(np.mean(again[1:6])))
         assert len({round(mean, 4) for mean in means}) == 3, means
-        settings, known = types.SamplingParams(max_tokens=8, seed=1), asked[0].result().sequences
+        settings, known = (
+            types.SamplingParams(max_tokens=8, seed=1),
+            asked[0].result().sequences,
+        )
         for served in (True, False):  # engines keep two versions
             learned(both[0], responses[1])
             newer = both[0].save_weights_and_get_sampling_client().result()
@@ -300,9 +362,19 @@ def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(
         assert server.stop() == 1
 
 
-def test_checkpoints_are_listed_and_deleted_also_after_a_kill(model: Path, tmp_path: Path) -> None:
-    usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "run.name=listed", "policy.data_parallel=1"]
-    with Served([*usual, "run.checkpoint_every=1", "run.keep_checkpoints=2"], tmp_path) as server:
+def test_checkpoints_are_listed_and_deleted_also_after_a_kill(
+    model: Path, tmp_path: Path
+) -> None:
+    usual = [
+        *OWN,
+        f"model.path={model}",
+        f"run.dir={tmp_path}",
+        "run.name=listed",
+        "policy.data_parallel=1",
+    ]
+    with Served(
+        [*usual, "run.checkpoint_every=1", "run.keep_checkpoints=2"], tmp_path
+    ) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         training, rest = started(service, model), service.create_rest_client()
 
@@ -318,10 +390,18 @@ def test_checkpoints_are_listed_and_deleted_also_after_a_kill(model: Path, tmp_p
         assert run.training_run_id == training.model_id and run.base_model == str(model)
         listed = rest.list_checkpoints(training.model_id).result().checkpoints
         assert [each.tinker_path for each in listed] == [sampled, two, one]
-        assert [each.checkpoint_type for each in listed] == ["sampler", "training", "training"]
+        assert [each.checkpoint_type for each in listed] == [
+            "sampler",
+            "training",
+            "training",
+        ]
         assert all(each.size_bytes > 10**5 for each in listed[1:])
-        pages = [rest.list_user_checkpoints(limit=2, offset=offset).result() for offset in (0, 2)]
-        assert [*pages[0].checkpoints, *pages[1].checkpoints] == listed and pages[1].cursor.total_count == 3
+        pages = [
+            rest.list_user_checkpoints(limit=2, offset=offset).result() for offset in (0, 2)
+        ]
+        assert [*pages[0].checkpoints, *pages[1].checkpoints] == listed and pages[
+            1
+        ].cursor.total_count == 3
         training.load_state(two).result()
         with pytest.raises(Exception, match="restart may load"):
             rest.delete_checkpoint_from_tinker_path(two).result()
@@ -330,7 +410,9 @@ def test_checkpoints_are_listed_and_deleted_also_after_a_kill(model: Path, tmp_p
             training.load_state(one).result()
         server.kill()
         server.start()
-        paths = [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints]
+        paths = [
+            each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints
+        ]
         assert sorted(paths) == sorted([two, sampled])
         with pytest.raises(Exception, match="saved once"):
             training.save_state("one").result()
@@ -384,7 +466,10 @@ def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> No
         with ThreadPoolExecutor(1) as thread:
             found = steps(server, lambda: thread.submit(kill_twice, server))
         server.stop()
-    metrics = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line)
+        for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [each["step"] for each in metrics][-1] == 12
     for first, second in zip(found, known, strict=True):
         np.testing.assert_array_equal(first, second)  # one rank: to the bit
@@ -396,7 +481,11 @@ def arithmetic(
     """Run the cookbook's recipe against a server with the quickstart's model. Returns its metrics by step."""
     assert warm_start.main() == 0
     overrides = [
-        *("data.max_prompt_tokens=26", "rollout.sampling.max_new_tokens=32", "rollout.cpu_kv_cache_gib=0.5"),
+        *(
+            "data.max_prompt_tokens=26",
+            "rollout.sampling.max_new_tokens=32",
+            "rollout.cpu_kv_cache_gib=0.5",
+        ),
         *(f"model.path={CACHE / 'model'}", f"run.dir={tmp_path}", "run.name=recipe"),
         *("policy.max_tokens_per_micro_batch=2048", "resources.dashboard=false"),
         *server_settings,
@@ -412,7 +501,10 @@ def arithmetic(
         )
         server.stop()
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "recipe-log" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "recipe-log" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if "env/all/reward/total" in row]
 
 
@@ -424,6 +516,8 @@ def test_the_cookbooks_arithmetic_recipe_learns(tmp_path: Path) -> None:
 
 def test_the_cookbooks_asynchronous_recipe_samples_earlier_weights(tmp_path: Path) -> None:
     several = ["model.lora.rank=32", "model.lora.policies=2", "model.lora.versions=4"]
-    rows = arithmetic(tmp_path, several, ["max_steps=6", "max_steps_off_policy=1", "learning_rate=0.002"])
+    rows = arithmetic(
+        tmp_path, several, ["max_steps=6", "max_steps_off_policy=1", "learning_rate=0.002"]
+    )
     behind = [row["training_client/step"] - row["sampling_client/step_min"] for row in rows]
     assert len(rows) == 6 and max(behind) >= 1, behind  # slow samples are more steps behind

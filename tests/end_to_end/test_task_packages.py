@@ -80,7 +80,11 @@ class SumsHarness(vf.Harness[SumsHarnessConfig]):
 
 __all__ = ["SumsHarness", "SumsTaskset"]
 """
-SMALL = ("run.steps=2", "data.max_prompt_tokens=256", "policy.max_tokens_per_micro_batch=1024")
+SMALL = (
+    "run.steps=2",
+    "data.max_prompt_tokens=256",
+    "policy.max_tokens_per_micro_batch=1024",
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,22 +93,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_tasks(settings: list[str], model: Path, name: str, *overrides: str) -> Run:
-    return run_loop([*settings, *SMALL, f"run.name={name}", f"model.path={model}", *overrides])
-
-
-def test_a_run_on_reasoning_gym_is_rewarded_with_its_scores(settings: list[str], model: Path) -> None:
-    train, held_out = (
-        f"reasoning_gym:chain_sum?size=16&max_terms=2&max_digits=1&seed={seed}" for seed in (1, 2)
+    return run_loop(
+        [*settings, *SMALL, f"run.name={name}", f"model.path={model}", *overrides]
     )
-    data = (f"data.train={train}", f"data.validation={held_out}", "rollout.sampling.max_new_tokens=48")
-    run = of_tasks(settings, model, "gym", *data, "reward.function=workers.reward_functions:reasoning_gym")
-    assert len(run.outcome.steps) == 2 and any(0 < step["reward/mean"] < 1 for step in run.outcome.steps)
+
+
+def test_a_run_on_reasoning_gym_is_rewarded_with_its_scores(
+    settings: list[str], model: Path
+) -> None:
+    train, held_out = (
+        f"reasoning_gym:chain_sum?size=16&max_terms=2&max_digits=1&seed={seed}"
+        for seed in (1, 2)
+    )
+    data = (
+        f"data.train={train}",
+        f"data.validation={held_out}",
+        "rollout.sampling.max_new_tokens=48",
+    )
+    run = of_tasks(
+        settings,
+        model,
+        "gym",
+        *data,
+        "reward.function=workers.reward_functions:reasoning_gym",
+    )
+    assert len(run.outcome.steps) == 2 and any(
+        0 < step["reward/mean"] < 1 for step in run.outcome.steps
+    )
     records = read_records(train)
     for line in (run.folder / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
         (record,) = (record for record in records if record["question"] in sample["prompt"])
         columns = {name: record[name] for name in ("question", "answer", "metadata")}
-        assert reasoning_gym(sample["response"], **columns)["reward"] == pytest.approx(sample["reward"])
+        assert reasoning_gym(sample["response"], **columns)["reward"] == pytest.approx(
+            sample["reward"]
+        )
 
 
 def test_an_environment_of_verifiers_plays_a_run(
@@ -120,7 +143,11 @@ def test_an_environment_of_verifiers_plays_a_run(
             "data.validation=",
             "validation.prompts=0",
         ),
-        *("reward.function=", "rollout.sampling.max_new_tokens=48", "rollout.max_episode_tokens=256"),
+        *(
+            "reward.function=",
+            "rollout.sampling.max_new_tokens=48",
+            "rollout.max_episode_tokens=256",
+        ),
     ]
     run = of_tasks(settings, model, "sums", *given, f"rollout.environment={environment}")
     for step in run.outcome.steps:
@@ -137,19 +164,34 @@ def test_an_environment_of_verifiers_plays_a_run(
 
 
 @needs_bubblewrap
-def test_tasks_in_folders_play_a_run_in_sandboxes(settings: list[str], model: Path, tmp_path: Path) -> None:
+def test_tasks_in_folders_play_a_run_in_sandboxes(
+    settings: list[str], model: Path, tmp_path: Path
+) -> None:
     for name, (dockerfile, tests, solution, _) in TASKS.items():
         write_task(tmp_path / "tasks" / name, dockerfile, tests, solution)
     tasks = f"harbor:{tmp_path / 'tasks'}"
     options = [
-        *(f"data.train={tasks}", "data.validation=", "validation.prompts=0", "reward.function="),
+        *(
+            f"data.train={tasks}",
+            "data.validation=",
+            "validation.prompts=0",
+            "reward.function=",
+        ),
         *(
             f"rollout.environment={tasks}",
             "rollout.sandbox.kind=bubblewrap",
             "rollout.sandbox.memory_gib=0.25",
         ),
-        *("rollout.sampling.max_new_tokens=24", "rollout.max_turns=2", "rollout.tool_parser=hermes"),
-        *("rollout.max_episode_tokens=256", "data.max_prompt_tokens=512", "rollout.history=keep"),
+        *(
+            "rollout.sampling.max_new_tokens=24",
+            "rollout.max_turns=2",
+            "rollout.tool_parser=hermes",
+        ),
+        *(
+            "rollout.max_episode_tokens=256",
+            "data.max_prompt_tokens=512",
+            "rollout.history=keep",
+        ),
     ]
     run = of_tasks(settings, model, "folders", *options)
     assert len(run.outcome.steps) == 2
@@ -282,12 +324,26 @@ def test_a_server_of_openenv_plays_a_run(
     assert opening == "" and json.loads(measured.text[0]["content"]) == {"letters": 5}
     assert wrong.text[0]["content"].startswith("Error: ") and end.done
     (record,) = task_records(f"openenv:{counting}?seeds=1")
-    good, unlucky = play_all(counting, (record, [call(record, by=11)]), (record, [call(record, by=13)]))
+    good, unlucky = play_all(
+        counting, (record, [call(record, by=11)]), (record, [call(record, by=13)])
+    )
     assert good[-1].done and good[-1].reward == 11 and "unlucky" in unlucky[-1]
     options = [
-        *(f"data.train=openenv:{counting}?seeds=8&prompt=Count.", "data.validation=", "reward.function="),
-        *(f"rollout.environment=openenv:{counting}", "validation.prompts=0", "rollout.history=keep"),
-        *("rollout.sampling.max_new_tokens=24", "rollout.max_turns=2", "rollout.tool_parser=hermes"),
+        *(
+            f"data.train=openenv:{counting}?seeds=8&prompt=Count.",
+            "data.validation=",
+            "reward.function=",
+        ),
+        *(
+            f"rollout.environment=openenv:{counting}",
+            "validation.prompts=0",
+            "rollout.history=keep",
+        ),
+        *(
+            "rollout.sampling.max_new_tokens=24",
+            "rollout.max_turns=2",
+            "rollout.tool_parser=hermes",
+        ),
         *("rollout.max_episode_tokens=256", "data.max_prompt_tokens=768"),
     ]
     run = of_tasks(settings, model, "served", *options)

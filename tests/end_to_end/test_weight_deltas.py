@@ -48,9 +48,14 @@ def test_engines_have_the_policys_weights_after_any_updates_and_restarts(
             engines.wait([])
         for actor in engines.actors.values():
             assert (
-                ray.get(actor.__ray_call__.remote(lambda self: self._weights.version)) == run.weight_version
+                ray.get(actor.__ray_call__.remote(lambda self: self._weights.version))
+                == run.weight_version
             )
-            file = ray.get(actor.__ray_call__.remote(lambda self: np.fromfile(self._weights.path, np.uint8)))
+            file = ray.get(
+                actor.__ray_call__.remote(
+                    lambda self: np.fromfile(self._weights.path, np.uint8)
+                )
+            )
             assert checksum(file) == expected
             found = log_probs(actor)
             ray.get(actor.update_weights.remote(whole, run.weight_version))

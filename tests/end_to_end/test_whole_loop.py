@@ -54,12 +54,22 @@ def run_loop(overrides: list[str], look: Callable[[], object] = lambda: None) ->
     with training(config, inputs, Console()) as run:
         outcome = train(run, parts.step)
         look()
-        rollout = run.buffer.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
-        return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
+        rollout = run.buffer.roll_out(
+            inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10
+        )
+        return Run(
+            config,
+            outcome,
+            rollout,
+            rollout.batch.gather(),
+            rollout.batch["weight_version"].tolist(),
+        )
 
 
 @pytest.fixture(scope="module")
-def scraping(ray_session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus | None]:
+def scraping(
+    ray_session, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus | None]:
     with scraping_ray(tmp_path_factory.mktemp("prometheus")) as server:
         yield server
 
@@ -70,7 +80,12 @@ def finished(scraping: Prometheus | None, settings: list[str]) -> Run:
     phase.
     """
     last = 'ray_ballast_run_step{run="loop"} == 3 unless on (run) ray_ballast_phase == 1'
-    overrides = [*settings, "run.name=loop", "batch.mini_batches=2", "algorithm.loss.kl_coefficient=0.1"]
+    overrides = [
+        *settings,
+        "run.name=loop",
+        "batch.mini_batches=2",
+        "algorithm.loss.kl_coefficient=0.1",
+    ]
     overrides += ["policy.optimizer.learning_rate=1e-3"]
     return run_loop(overrides, lambda: scraping and scraping.hold(last))
 
@@ -78,21 +93,35 @@ def finished(scraping: Prometheus | None, settings: list[str]) -> Run:
 @pytest.fixture
 def prometheus(finished: Run, scraping: Prometheus | None) -> Prometheus:
     if scraping is None:
-        pytest.skip("there is no prometheus on the PATH; `apt-get install prometheus` brings it")
+        pytest.skip(
+            "there is no prometheus on the PATH; `apt-get install prometheus` brings it"
+        )
     return scraping
 
 
 def test_every_step_is_recorded(finished: Run) -> None:
-    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (finished.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert ["validation/reward" in line for line in lines] == [True, False, False, True]
     assert [line["rollout/weight_version"] for line in lines[1:4]] == [1, 2, 3]
     assert [line["rollout/oldest_weight_version"] for line in lines[1:4]] == [0, 1, 2]
     assert list((finished.folder / "tensorboard").iterdir())
-    lengths = [json.loads(line) for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
-    assert [(line["step"], len(line["lengths"])) for line in lengths] == [(1, 15), (2, 15), (3, 15)]
+    lengths = [
+        json.loads(line)
+        for line in (finished.folder / "lengths.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], len(line["lengths"])) for line in lengths] == [
+        (1, 15),
+        (2, 15),
+        (3, 15),
+    ]
     responses = (finished.folder / "validation" / "step-3.jsonl").read_text().splitlines()
-    assert {"prompt", "record", "response", "reward", "source"} <= set(json.loads(responses[0]))
+    assert {"prompt", "record", "response", "reward", "source"} <= set(
+        json.loads(responses[0])
+    )
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary["steps"] == 3
     assert set(summary["validation"]) == {"before", "after"}
@@ -107,7 +136,9 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
     trace = json.loads((tmp_path / "trace.json").read_text())
     trace_format.check(trace)
     phases = [event["name"] for event in trace_format.slices_of(trace, "driver", "phases")]
-    assert [phases.count(name) for name in ("step", "update", "weights", "validation", "save")] == [
+    assert [
+        phases.count(name) for name in ("step", "update", "weights", "validation", "save")
+    ] == [
         3,
         3,
         3,
@@ -115,7 +146,10 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
         1,
     ]
     generated = trace_format.slices_of(trace, "rollout 0", "generate")
-    assert sum(event["args"]["samples"] for event in generated if event["args"]["step"]) == 3 * 15 + 4
+    assert (
+        sum(event["args"]["samples"] for event in generated if event["args"]["step"])
+        == 3 * 15 + 4
+    )
     loads = trace_format.slices_of(trace, "rollout 0", "weights")
     assert [event["args"]["version"] for event in loads] == [0, 1, 2, 3]
     micro_steps = sum(int(step["balance/micro_batches"]) for step in finished.outcome.steps)
@@ -128,8 +162,13 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
         for rank in ("reference dp=0", "reference dp=1")
         for event in trace_format.slices_of(trace, rank, "measured")
     )
-    steps = [json.loads(line) for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
-    total, prompts = (sum(sum(step[name]) for step in steps) for name in ("lengths", "prefix_lengths"))
+    steps = [
+        json.loads(line)
+        for line in (finished.folder / "lengths.jsonl").read_text().splitlines()
+    ]
+    total, prompts = (
+        sum(sum(step[name]) for step in steps) for name in ("lengths", "prefix_lengths")
+    )
     assert total - prompts < tokens < total, "groups share their prompts"
     for step in steps:
         assert sorted(step["tree_order"]) == list(range(len(step["lengths"])))
@@ -138,49 +177,77 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
 
 def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
     """Every name of the file has its declaration, and what has no condition is in every step that trains."""
-    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (finished.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     declared = {name: spec_of(name) for line in lines for name in line if name != "step"}
     assert [name for name, found in declared.items() if found is None] == []
     families = {name: found[0] for name, found in declared.items()}
-    assert [name for name, found in families.items() if found is METRICS["policy/{statistic}"]] == []
+    assert [
+        name for name, found in families.items() if found is METRICS["policy/{statistic}"]
+    ] == []
     always = {name for name, spec in METRICS.items() if not spec.when}
     for line in lines[1:]:
         assert always - {families[name].name for name in line if name != "step"} == set()
 
 
-def test_prometheus_scrapes_the_run_and_answers_the_dashboard(finished: Run, prometheus: Prometheus) -> None:
+def test_prometheus_scrapes_the_run_and_answers_the_dashboard(
+    finished: Run, prometheus: Prometheus
+) -> None:
     (reward,) = prometheus.query('ray_ballast_reward_mean{run="loop"}')
-    assert float(reward["value"][1]) == pytest.approx(finished.outcome.steps[-1]["reward/mean"])
+    assert float(reward["value"][1]) == pytest.approx(
+        finished.outcome.steps[-1]["reward/mean"]
+    )
     samples = prometheus.query('ray_ballast_rollout_samples_total{run="loop"}')
     assert [float(sample["value"][1]) for sample in samples] == [45.0]
-    for query in (target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]):
+    for query in (
+        target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]
+    ):
         spec, found = (
             drawn(query),
-            prometheus.query(query.replace("$run", "loop").replace("$__rate_interval", "1m")),
+            prometheus.query(
+                query.replace("$run", "loop").replace("$__rate_interval", "1m")
+            ),
         )
         always = spec.kind is Kind.GAUGE and (spec in SECTIONS[LIVE] or not spec.when)
-        assert found or not always or spec.name == "phase/{phase}", query  # at the end no phase is on
+        assert found or not always or spec.name == "phase/{phase}", (
+            query
+        )  # at the end no phase is on
 
 
 def told(prometheus: Prometheus, name: str, *labels: str) -> dict[tuple[str, ...], float]:
     """{values of the labels: value} of the run."""
     found = prometheus.query(f'ray_ballast_{name}{{run="loop"}}')
-    return {tuple(sample["metric"][label] for label in labels): float(sample["value"][1]) for sample in found}
+    return {
+        tuple(sample["metric"][label] for label in labels): float(sample["value"][1])
+        for sample in found
+    }
 
 
-def test_prometheus_is_told_of_phases_and_engines(finished: Run, prometheus: Prometheus) -> None:
+def test_prometheus_is_told_of_phases_and_engines(
+    finished: Run, prometheus: Prometheus
+) -> None:
     """At the end no phase is on, and the engine has the current weights and no request."""
     assert told(prometheus, "run_steps_total") == {(): 3}
     phases = told(prometheus, "phase", "phase")
-    assert {(name,) for name in ("start", "step", "rollout", "update", "weights", "save")} <= phases.keys()
+    assert {
+        (name,) for name in ("start", "step", "rollout", "update", "weights", "save")
+    } <= phases.keys()
     assert set(phases.values()) == {0}
-    states = {("0", state): 0.0 for state in ("starting", "stale", "draining", "asleep", "dead")}
-    assert told(prometheus, "engine_state", "replica", "state") == states | {("0", "current"): 1}
+    states = {
+        ("0", state): 0.0 for state in ("starting", "stale", "draining", "asleep", "dead")
+    }
+    assert told(prometheus, "engine_state", "replica", "state") == states | {
+        ("0", "current"): 1
+    }
     assert told(prometheus, "engine_requests_in_flight", "replica") == {("0",): 0}
     assert told(prometheus, "rollout_requests_waiting") == {(): 0}
 
 
-def test_prometheus_is_told_of_samples_and_ranks(finished: Run, prometheus: Prometheus) -> None:
+def test_prometheus_is_told_of_samples_and_ranks(
+    finished: Run, prometheus: Prometheus
+) -> None:
     steps = finished.outcome.steps
     tokens = told(prometheus, "tokens_total", "phase")
     assert tokens["rollout",] == sum(step["tokens/rollout"] for step in steps)
@@ -195,7 +262,9 @@ def test_prometheus_is_told_of_samples_and_ranks(finished: Run, prometheus: Prom
     assert 0 < counts["policy", "dp=0", "update"] <= micro_steps
     measured = told(prometheus, "rank_seconds", "role", "rank", "phase")
     passes = (("policy", "update"), ("policy", "log_probs"), ("reference", "log_probs"))
-    assert measured.keys() == {(role, f"dp={dp}", name) for role, name in passes for dp in (0, 1)}
+    assert measured.keys() == {
+        (role, f"dp={dp}", name) for role, name in passes for dp in (0, 1)
+    }
     predicted = told(prometheus, "rank_predicted_seconds", "role", "rank", "phase")
     assert sum(predicted.values()) == pytest.approx(sum(measured.values()))
 
@@ -225,7 +294,8 @@ def assert_engine_equals_saved_model(run: Run) -> None:
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
     for row in range(len(run.proto)):
         ids, mask, sampled = (
-            run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs")
+            run.proto.row(row)[name]
+            for name in ("input_ids", "loss_mask", "rollout_log_probs")
         )
         with torch.no_grad():
             logits = model(ids[None]).logits[0, :-1]

@@ -27,13 +27,18 @@ def test_the_example_in_the_readme() -> None:
 
 
 def test_responses_spread_from_7_to_63_tokens() -> None:
-    lengths = [len(data.solution(10**n - 1, 10**n - 1)) + 1 for n in (1, 12)] + [len(data.solution(1, 1)) + 1]
+    lengths = [len(data.solution(10**n - 1, 10**n - 1)) + 1 for n in (1, 12)] + [
+        len(data.solution(1, 1)) + 1
+    ]
     assert (min(lengths), max(lengths)) == (7, 63)
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
     rng = random.Random(0)
-    sets = [{data.problem(rng, held_out=held_out) for _ in range(500)} for held_out in (True, False)]
+    sets = [
+        {data.problem(rng, held_out=held_out) for _ in range(500)}
+        for held_out in (True, False)
+    ]
     assert not sets[0] & sets[1]
 
 
@@ -43,7 +48,9 @@ def test_corruption_replaces_digits_alone_and_about_the_share_asked_for() -> Non
     changed = [(x, y) for x, y in zip(text, wrong, strict=True) if x != y]
     assert all(x.isdigit() and y.isdigit() for x, y in changed)
     digits = sum(c.isdigit() for c in text)
-    assert 0.42 < len(changed) / digits < 0.48  # a tenth of the replacements hit the same digit
+    assert (
+        0.42 < len(changed) / digits < 0.48
+    )  # a tenth of the replacements hit the same digit
 
 
 def test_records_have_what_the_reward_asks_for(tmp_path) -> None:
@@ -59,12 +66,20 @@ def test_records_have_what_the_reward_asks_for(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("875^562^#521", 1.0), ("875^562^#421", 0.5), ("875^561^#", 0.5 * 7 / 8), ("", 0.0), ("#521", 1.0)],
+    [
+        ("875^562^#521", 1.0),
+        ("875^562^#421", 0.5),
+        ("875^561^#", 0.5 * 7 / 8),
+        ("", 0.0),
+        ("#521", 1.0),
+    ],
 )
 def test_reward_is_one_for_the_sum_and_half_the_share_of_working_otherwise(
     response: str, expected: float
 ) -> None:
-    assert reward(response=response, solution="875^562^#521")["reward"] == pytest.approx(expected)
+    assert reward(response=response, solution="875^562^#521")["reward"] == pytest.approx(
+        expected
+    )
 
 
 def test_the_warm_start_goes_from_right_responses_to_some_with_wrong_digits() -> None:

@@ -29,7 +29,10 @@ class Model(BaseHTTPRequestHandler):
     """A server of OpenAI's API that asks the database, and then answers with what it read."""
 
     def do_POST(self) -> None:
-        assert self.path == "/v1/chat/completions" and self.headers["Authorization"] == "Bearer a-key"
+        assert (
+            self.path == "/v1/chat/completions"
+            and self.headers["Authorization"] == "Bearer a-key"
+        )
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["tools"] == agent.TOOLS
         last = asked["messages"][-1]
@@ -37,10 +40,19 @@ class Model(BaseHTTPRequestHandler):
         if last["role"] == "user":
             call = data.called(*QUESTION)[0]["tool_calls"][0]["function"]
             call = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-            said |= {"content": None, "tool_calls": [{"id": "call-1", "type": "function", "function": call}]}
+            said |= {
+                "content": None,
+                "tool_calls": [{"id": "call-1", "type": "function", "function": call}],
+            }
         choice = {"index": 0, "finish_reason": "stop", "message": said}
         body = json.dumps(
-            {"id": "x", "object": "chat.completion", "created": 0, "model": "x", "choices": [choice]}
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "x",
+                "choices": [choice],
+            }
         )
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -67,21 +79,40 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_agent_is_a_program_that_needs_nothing_of_ours(server: str, database: Path) -> None:
+def test_the_agent_is_a_program_that_needs_nothing_of_ours(
+    server: str, database: Path
+) -> None:
     program = database.parents[1] / "agent.py"
     shutil.copy(FILE, program)
-    environment = os.environ | {"OPENAI_BASE_URL": server, "OPENAI_API_KEY": "a-key", "PYTHONPATH": ""}
+    environment = os.environ | {
+        "OPENAI_BASE_URL": server,
+        "OPENAI_API_KEY": "a-key",
+        "PYTHONPATH": "",
+    }
     command = [sys.executable, "-P", str(program), data.question(*QUESTION)[0]["content"]]
-    said = subprocess.run(command, cwd=database.parent, env=environment, capture_output=True, text=True)
+    said = subprocess.run(
+        command, cwd=database.parent, env=environment, capture_output=True, text=True
+    )
     assert said.stdout == f"{data.price(*QUESTION)}\n", said.stderr
     text = FILE.read_text()
-    imported = {each.module for each in ast.walk(ast.parse(text)) if isinstance(each, ast.ImportFrom)}
-    assert imported == {"contextlib", "pathlib", "typing", "openai"} and "ballast" not in text.lower()
+    imported = {
+        each.module
+        for each in ast.walk(ast.parse(text))
+        if isinstance(each, ast.ImportFrom)
+    }
+    assert (
+        imported == {"contextlib", "pathlib", "typing", "openai"}
+        and "ballast" not in text.lower()
+    )
 
 
 def test_its_queries_change_nothing(database: Path, tmp_path: Path) -> None:
     before = database.read_bytes()
-    for sql in ("DELETE FROM prices", f"ATTACH '{tmp_path}/new.db' AS new", "PRAGMA user_version=7"):
+    for sql in (
+        "DELETE FROM prices",
+        f"ATTACH '{tmp_path}/new.db' AS new",
+        "PRAGMA user_version=7",
+    ):
         with pytest.raises(sqlite3.Error):
             agent.query(sql)
     assert database.read_bytes() == before and not (tmp_path / "new.db").exists()
@@ -89,7 +120,9 @@ def test_its_queries_change_nothing(database: Path, tmp_path: Path) -> None:
 
 
 def test_a_policy_that_calls_in_every_turn_has_no_answer(database: Path) -> None:
-    call = SimpleNamespace(id="1", type="function", function=SimpleNamespace(arguments="{}"))
+    call = SimpleNamespace(
+        id="1", type="function", function=SimpleNamespace(arguments="{}")
+    )
     said = SimpleNamespace(content=None, tool_calls=[call])
     answers = SimpleNamespace(choices=[SimpleNamespace(message=said)])
     client: Any = SimpleNamespace()
@@ -104,7 +137,9 @@ def test_the_warm_start_shows_what_the_database_says(database: Path) -> None:
         assert agent.query(sql) == result["content"] == last["content"]
 
 
-def test_its_configuration_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_configuration_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     create(tmp_path / "model", conversation)
     overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}"]
     prompts = []
@@ -112,8 +147,13 @@ def test_its_configuration_is_valid(tmp_path: Path, capsys: pytest.CaptureFixtur
         data.write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
         overrides.append(f"data.{name}={tmp_path / name}.jsonl")
         prompts.append(
-            {json.loads(line)["prompt"][0]["content"] for line in (tmp_path / f"{name}.jsonl").open()}
+            {
+                json.loads(line)["prompt"][0]["content"]
+                for line in (tmp_path / f"{name}.jsonl").open()
+            }
         )
     assert not prompts[0] & prompts[1]
-    assert fit.main(["--config", "examples/agent/config.yaml", "--dry-run", *overrides]) == 0
+    assert (
+        fit.main(["--config", "examples/agent/config.yaml", "--dry-run", *overrides]) == 0
+    )
     assert "examples/agent/agent.py:run" in capsys.readouterr().out

@@ -23,9 +23,15 @@ def test_a_program_runs_and_its_end_is_told(tools: Any) -> None:
     assert tools.python("print(73+95)\nopen('x', 'w').write('kept')") == "168"
     assert tools.python("import os\nprint(os.listdir('.'), os.getcwd())") == "[] /box"
     assert tools.python("print('a')\nraise SystemExit(3)") == "a\n[exit code 3]"
-    assert tools.python("1/0").splitlines()[-2:] == ["ZeroDivisionError: division by zero", "[exit code 1]"]
+    assert tools.python("1/0").splitlines()[-2:] == [
+        "ZeroDivisionError: division by zero",
+        "[exit code 1]",
+    ]
     assert tools.python("#" * 70_000).startswith("[not run")
-    assert tools.python("print('\\ud800'.encode('utf8', 'surrogatepass'))") == r"b'\xed\xa0\x80'"
+    assert (
+        tools.python("print('\\ud800'.encode('utf8', 'surrogatepass'))")
+        == r"b'\xed\xa0\x80'"
+    )
 
 
 def test_time_and_output_end(tools: Any) -> None:
@@ -49,7 +55,9 @@ def settings(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_its_configuration_is_valid(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_configuration_is_valid(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fit.main([*settings, "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert "tools python" in told and '"name": "python"' in told
@@ -59,15 +67,23 @@ def test_the_tools_of_a_sandbox_take_its_place(
     settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sandbox = ["rollout.sandbox.kind=bubblewrap", "rollout.tools=workers.sandbox.tools"]
-    fit.main([*settings, *sandbox, "--dry-run"])  # the tiny model has no room for three tools
+    fit.main(
+        [*settings, *sandbox, "--dry-run"]
+    )  # the tiny model has no room for three tools
     told = capsys.readouterr().out
-    assert "tools read_file, shell, write_file" in told and "bubblewrap: a sandbox for each sample" in told
+    assert (
+        "tools read_file, shell, write_file" in told
+        and "bubblewrap: a sandbox for each sample" in told
+    )
     assert fit.main([*settings, *sandbox[:1], "--dry-run"]) == 2
     assert "has none of read_file, shell, write_file" in capsys.readouterr().err
 
 
 def test_without_bubblewrap_nothing_starts(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fit.main(settings) == 2

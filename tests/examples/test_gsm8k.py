@@ -14,7 +14,15 @@ FOLDER = Path(__file__).parents[2] / "examples" / "gsm8k"
 def test_the_shipped_sample_is_what_the_command_makes(tmp_path) -> None:
     output = tmp_path / "sample.jsonl"
     source = FOLDER / "sample_source.jsonl"
-    command = [sys.executable, "-m", "examples.gsm8k.data", "--source", str(source), "--output", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.gsm8k.data",
+        "--source",
+        str(source),
+        "--output",
+        str(output),
+    ]
     subprocess.run(command, check=True, cwd=FOLDER.parents[1], capture_output=True)
     assert output.read_text() == (FOLDER / "sample.jsonl").read_text()
 
@@ -39,7 +47,9 @@ def test_published_answers_score_one() -> None:
         ("", 0.0, 0.0),
     ],
 )
-def test_the_last_number_behind_the_marker_counts(response: str, score: float, formatted: float) -> None:
+def test_the_last_number_behind_the_marker_counts(
+    response: str, score: float, formatted: float
+) -> None:
     assert reward(response=response, answer="1200") == {
         "reward": score,
         "exact_match": score,

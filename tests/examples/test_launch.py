@@ -24,13 +24,18 @@ PLACEMENTS += [f"experts/{name}" for name in LAYOUTS]
 
 def command_of(name: str) -> list[str]:
     """The arguments of the dry run that a placement's comment shows."""
-    (line,) = re.findall(r"python -m controller.fit (.+)", (LAUNCH / f"{name}.yaml").read_text())
+    (line,) = re.findall(
+        r"python -m controller.fit (.+)", (LAUNCH / f"{name}.yaml").read_text()
+    )
     return line.split()
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "eight_gpus" else pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS],
+    [
+        name if name == "eight_gpus" else pytest.param(name, marks=pytest.mark.slow)
+        for name in PLACEMENTS
+    ],
 )
 def test_a_placement_fits_the_memory_that_it_is_for_and_no_quarter_of_it(
     documentation_workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -41,7 +46,9 @@ def test_a_placement_fits_the_memory_that_it_is_for_and_no_quarter_of_it(
     page = capsys.readouterr().out
     assert "\npolicy update: policy " in page or "\npolicy update: the pass " in page
     assert "idle" not in page
-    smaller = re.sub(r"gpu_gib=(\d+)", lambda found: f"gpu_gib={int(found[1]) // 4}", cluster)
+    smaller = re.sub(
+        r"gpu_gib=(\d+)", lambda found: f"gpu_gib={int(found[1]) // 4}", cluster
+    )
     assert main([*arguments, smaller]) == 2
     assert re.search("training needs about|gives an engine", capsys.readouterr().err)
 
@@ -54,13 +61,17 @@ def test_a_placement_needs_all_its_gpus_and_no_network(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With an empty hub cache; a run still says what is missing."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(documentation_workspace / "empty"))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(documentation_workspace / "empty")
+    )
     *arguments, cluster = [*command_of(name)[:-2], "--no-measure", *command_of(name)[-2:]]
     assert main([*arguments, cluster]) == 0
     told = capsys.readouterr()
     assert "== cluster ==" in told.out
     assert ("asking the hub" in told.out, told.err) == (False, "")
-    fewer = re.sub(r",gpus=(\d+)", lambda found: f",gpus={int(found.group(1)) - 1}", cluster)
+    fewer = re.sub(
+        r",gpus=(\d+)", lambda found: f",gpus={int(found.group(1)) - 1}", cluster
+    )
     assert main([*arguments, fewer.replace(",gpus=0", "")]) == 2
     assert re.search("does not fit|without GPUs", capsys.readouterr().err)
     assert main([*command_of(name)[:2], "--dry-run", "resources.device=cuda"]) == 2
@@ -75,7 +86,10 @@ def test_the_page_on_parallelism_has_the_figures_of_its_layouts(
     documentation_workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "parallelism.md").read_text()
-    rows = {row[0]: row[1:] for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", page, re.M)}
+    rows = {
+        row[0]: row[1:]
+        for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", page, re.M)
+    }
     for column, name in enumerate(LAYOUTS):
         assert main(command_of(f"experts/{name}")) == 0
         found = capsys.readouterr().out
@@ -119,12 +133,22 @@ def test_the_ray_job_is_one_that_kuberay_takes(documentation_workspace: Path) ->
     dry_run(main, arguments)
 
 
-def test_the_cluster_launchers_file_is_of_rays_schema(documentation_workspace: Path) -> None:
+def test_the_cluster_launchers_file_is_of_rays_schema(
+    documentation_workspace: Path,
+) -> None:
     cluster = yaml.safe_load((LAUNCH / "ray_cluster.yaml").read_text())
-    validate_config(prepare_config(cluster))  # what `ray up` does with a file before it does anything else
-    assert cluster["min_workers"] == cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
+    validate_config(
+        prepare_config(cluster)
+    )  # what `ray up` does with a file before it does anything else
+    assert (
+        cluster["min_workers"]
+        == cluster["max_workers"]
+        == len(cluster["provider"]["worker_ips"])
+    )
     for role in ("head", "worker"):
-        start = cluster[f"{role}_start_ray_commands"][-1].replace("$RAY_HEAD_IP", "10.0.0.1")
+        start = cluster[f"{role}_start_ray_commands"][-1].replace(
+            "$RAY_HEAD_IP", "10.0.0.1"
+        )
         (words,) = [words for words in commands(start) if "start" in words]
         assert words[0] == "RAY_AUTH_MODE=token"
         ray_understands(words[1:])
@@ -136,7 +160,9 @@ def test_the_cluster_launchers_file_is_of_rays_schema(documentation_workspace: P
                     CHECKS[inner[0]](inner)
 
 
-def test_the_slurm_script_parses_and_starts_what_exists(documentation_workspace: Path) -> None:
+def test_the_slurm_script_parses_and_starts_what_exists(
+    documentation_workspace: Path,
+) -> None:
     script = LAUNCH / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text().replace("\\\n", " ")

@@ -18,7 +18,9 @@ SANDBOXED = needs_bubblewrap
 @pytest.mark.parametrize("name", ["agent", pytest.param("code", marks=SANDBOXED)])
 def test_an_example_learns_to_call(tmp_path: Path, name: str) -> None:
     shutil.copytree(
-        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__")
+        ROOT / "examples",
+        tmp_path / "examples",
+        ignore=shutil.ignore_patterns("cache", "__pycache__"),
     )
     fit = ["controller.fit", "--config", f"examples/{name}/config.yaml", "run.name=learns"]
     for command in ([f"examples.{name}.warm_start"], fit):

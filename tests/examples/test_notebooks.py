@@ -18,7 +18,11 @@ NOTEBOOKS = ROOT / "examples" / "notebooks"
 def shown(notebook: nbformat.NotebookNode) -> list[str]:
     """The values that cells show."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return [output.data["text/plain"] for output in outputs if output.output_type == "execute_result"]
+    return [
+        output.data["text/plain"]
+        for output in outputs
+        if output.output_type == "execute_result"
+    ]
 
 
 @pytest.mark.parametrize("of_a_run", [False, True])
@@ -34,7 +38,9 @@ def test_balancing_is_looked_at_in_a_notebook(of_a_run: bool, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_first_run_is_made_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_run_is_made_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create_model(tmp_path / "tiny", seed=0)
     notebook = nbformat.read(NOTEBOOKS / "first_run.ipynb", 4)
     notebook.cells[1].source = "MODEL = 'tiny'"
@@ -46,9 +52,13 @@ def test_a_first_run_is_made_in_a_notebook(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_quickstart_is_made_in_a_notebook_with_samples_before_and_after(tmp_path: Path) -> None:
+def test_the_quickstart_is_made_in_a_notebook_with_samples_before_and_after(
+    tmp_path: Path,
+) -> None:
     """A copy of the examples keeps the clone's own model, and its warm start is short."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("cache"))
+    shutil.copytree(
+        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("cache")
+    )
     warm_start = tmp_path / "examples" / "addition" / "warm_start.py"
     warm_start.write_text(warm_start.read_text().replace("STEPS = 600", "STEPS = 100"))
     notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", 4)
@@ -58,11 +68,16 @@ def test_the_quickstart_is_made_in_a_notebook_with_samples_before_and_after(tmp_
     result, validation = shown(notebook)
     assert result == "Result(folder='runs/notebook', steps=3)"
     assert ast.literal_eval(validation).keys() == {"before", "after"}
-    pictures = [output for cell in cells for output in cell.get("outputs", ()) if "data" in output]
+    pictures = [
+        output for cell in cells for output in cell.get("outputs", ()) if "data" in output
+    ]
     assert any("image/png" in output.data for output in pictures)
     folder = tmp_path / "runs" / "notebook" / "validation"
     rows = [
-        [json.loads(line) for line in (folder / f"step-{step}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (folder / f"step-{step}.jsonl").read_text().splitlines()
+        ]
         for step in (0, 3)
     ]
     assert [row["prompt"] for row in rows[0]] == [row["prompt"] for row in rows[1]]

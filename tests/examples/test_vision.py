@@ -22,9 +22,15 @@ def dots_seen(image: Image.Image) -> Counter[str]:
     for x in range(0, image.width, data.CELL):
         for y in range(0, image.height, data.CELL):
             colours = {
-                colour for _, colour in image.crop((x, y, x + data.CELL, y + data.CELL)).getcolors() or []
+                colour
+                for _, colour in image.crop(
+                    (x, y, x + data.CELL, y + data.CELL)
+                ).getcolors()
+                or []
             }
-            found.update(letter for letter, colour in data.COLOURS.items() if colour in colours)
+            found.update(
+                letter for letter, colour in data.COLOURS.items() if colour in colours
+            )
     return found
 
 
@@ -48,7 +54,14 @@ def test_a_corrupted_answer_still_counts_the_dots_that_it_names(seed: int) -> No
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("RRB=3", 1.0), ("RRB=4", 0.5), ("RB=2", 1 / 3), ("RRGB=4", 3 / 8), ("GGG=3", 0.0), ("", 0.0)],
+    [
+        ("RRB=3", 1.0),
+        ("RRB=4", 0.5),
+        ("RB=2", 1 / 3),
+        ("RRGB=4", 3 / 8),
+        ("GGG=3", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_reward_is_one_for_the_answer_and_half_the_share_of_dots_otherwise(
     response: str, expected: float
@@ -57,7 +70,9 @@ def test_reward_is_one_for_the_answer_and_half_the_share_of_dots_otherwise(
     assert reward("=0", "=0") == {"reward": 1.0, "exact_match": 1.0}
 
 
-def test_the_warm_start_goes_from_right_answers_to_some_that_miss_dots(tmp_path: Path, monkeypatch) -> None:
+def test_the_warm_start_goes_from_right_answers_to_some_that_miss_dots(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(warm_start, "STEPS", 20)
     given = list(warm_start.records(tmp_path / "answers", seed=0))
     drawn = [dots_seen(Image.open(tmp_path / record["images"][0])) for record in given]
@@ -85,12 +100,16 @@ def test_every_text_has_a_token_and_every_cell_one(tmp_path: Path) -> None:
         assert text.endswith(f"assistant:{data.solution(dots)}<eos>")
 
 
-def test_its_configuration_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_configuration_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     warm_start.create_model(tmp_path / "model", 0)
     overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}"]
     for number, name in enumerate(("train", "validation")):
         data.write(tmp_path / f"{name}.jsonl", 40, seed=number)
         overrides.append(f"data.{name}={tmp_path / name}.jsonl")
-    assert fit.main(["--config", "examples/vision/config.yaml", "--dry-run", *overrides]) == 0
+    assert (
+        fit.main(["--config", "examples/vision/config.yaml", "--dry-run", *overrides]) == 0
+    )
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
     assert len({record["images"][0] for record in records}) == 40

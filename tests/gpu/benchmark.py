@@ -41,7 +41,12 @@ from time import perf_counter
 import torch
 import transformers
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from balancing import RankPlan, plan_batch
 from workers.batch.dataproto import DataProto
@@ -51,9 +56,24 @@ from workers.model.losses import Denominators, sft
 
 LONGEST, POSITIONS = 32_768, 131_072
 SIZES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
-    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151_936},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    },
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151_936,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "vocab_size": 151_936,
+    },
     "4B": {
         "hidden_size": 2560,
         "intermediate_size": 9728,
@@ -62,11 +82,23 @@ SIZES = {
         "head_dim": 128,
     },
 }
-HEADS = {"tiny": (4, 2), "0.5B": (14, 2), "1.5B": (12, 2), "4B": (32, 8)}  # query heads, key-value heads
+HEADS = {
+    "tiny": (4, 2),
+    "0.5B": (14, 2),
+    "1.5B": (12, 2),
+    "4B": (32, 8),
+}  # query heads, key-value heads
 FAMILIES = {"4B": Qwen3Config}  # Qwen2 otherwise
 # Dense bf16 peaks without sparsity, in TFLOP/s, from the makers' data sheets; matched in the name of the
 # card.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10G": 70, "RTX 4090": 165}
+PEAK_TFLOPS = {
+    "H200": 989,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "A10G": 70,
+    "RTX 4090": 165,
+}
 CONTEXT_SEQUENCES = 4
 ALL_AT_ONCE = 2**40  # more tokens than any micro-batch: all its logits exist at one time
 
@@ -107,18 +139,29 @@ class Way:
     @property
     def name(self) -> str:
         if group := self.group:
-            shape = f"prompt {group.prompt:,}, {group.samples} responses of {group.response:,}"
-            return f"{shape}, computed {'once' if self.shares else f'{group.samples} times'}"
-        if not self.context:
-            return (
-                f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
+            shape = (
+                f"prompt {group.prompt:,}, {group.samples} responses of {group.response:,}"
             )
-        parts = [f"{self.context:,} tokens", f"LoRA {self.lora_rank}" if self.lora_rank else "whole model"]
-        return ", ".join(parts + ["compiled"] * self.compiled + ["offloaded"] * self.offloaded)
+            return (
+                f"{shape}, computed {'once' if self.shares else f'{group.samples} times'}"
+            )
+        if not self.context:
+            return f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
+        parts = [
+            f"{self.context:,} tokens",
+            f"LoRA {self.lora_rank}" if self.lora_rank else "whole model",
+        ]
+        return ", ".join(
+            parts + ["compiled"] * self.compiled + ["offloaded"] * self.offloaded
+        )
 
 
 def long_tail_ways() -> list[Way]:
-    return [Way(layout, chunk) for layout in ("packed", "padded") for chunk in (2048, ALL_AT_ONCE)]
+    return [
+        Way(layout, chunk)
+        for layout in ("packed", "padded")
+        for chunk in (2048, ALL_AT_ONCE)
+    ]
 
 
 def context_ways(context: int, device: str) -> Iterator[Way]:
@@ -143,19 +186,30 @@ class Measurement:
 def long_tail_lengths(count: int, median_length: int, longest: int) -> list[int]:
     """Quantiles of a log-normal distribution with sigma 1.2, cut at `longest`, which one sequence reaches."""
     quantiles = (torch.arange(count) + 0.5) / count
-    lengths = (median_length * torch.exp(1.2 * torch.special.ndtri(quantiles))).long().clamp(2, longest)
+    lengths = (
+        (median_length * torch.exp(1.2 * torch.special.ndtri(quantiles)))
+        .long()
+        .clamp(2, longest)
+    )
     lengths[-1] = longest
-    return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
+    return lengths[
+        torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    ].tolist()
 
 
 def random_batch(lengths: list[int], vocabulary: int, prompt: int = 0) -> DataProto:
     """Every token is predicted, but the first of a sequence and those of the prompt that all begin with."""
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
+    rows = [
+        torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths
+    ]
     for row in rows:
         row[:prompt] = rows[0][:prompt]
     return DataProto.from_list(
-        [{"input_ids": row, "loss_mask": torch.arange(len(row)) >= max(1, prompt)} for row in rows]
+        [
+            {"input_ids": row, "loss_mask": torch.arange(len(row)) >= max(1, prompt)}
+            for row in rows
+        ]
     )
 
 
@@ -171,8 +225,12 @@ def save_random_model(size: str, folder: Path, device: str) -> None:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(16)}, unk_token="t0"))
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+            folder
+        )
+    words = Tokenizer(
+        models.WordLevel({f"t{index}": index for index in range(16)}, unk_token="t0")
+    )
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
 
 
@@ -186,10 +244,15 @@ def model_flops(engine: TrainingEngine, way: Way, lengths: list[int]) -> float:
     tokens = sum(lengths) - sum(again)
     squares = sum(length**2 for length in lengths) - sum(length**2 for length in again)
     passes = 4 if engine.has_adapters else 6
-    return passes * engine.num_parameters * tokens + 6 * config.num_hidden_layers * width * squares
+    return (
+        passes * engine.num_parameters * tokens
+        + 6 * config.num_hidden_layers * width * squares
+    )
 
 
-def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> TrainingEngine:
+def build_engine(
+    folder: Path, way: Way, device: str, checkpointing: bool
+) -> TrainingEngine:
     model = ModelConfig(
         path=str(folder),
         dtype="bfloat16",
@@ -203,23 +266,33 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
         logprob_chunk_tokens=way.chunk_tokens,
         lora=LoraConfig(rank=way.lora_rank),
     )
-    return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=100, device=device)
+    return TrainingEngine(
+        model, optimizer=OptimizerConfig(), total_steps=100, device=device
+    )
 
 
-def measure(engine: TrainingEngine, way: Way, batch: DataProto, plan: RankPlan, repeats: int) -> Measurement:
+def measure(
+    engine: TrainingEngine, way: Way, batch: DataProto, plan: RankPlan, repeats: int
+) -> Measurement:
     """`repeats` steps after one to warm up."""
     lengths, on_gpu = batch.lengths.tolist(), engine.device.type == "cuda"
-    batch = DataProto.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])
+    batch = DataProto.from_list(
+        [batch.slice(row, row + 1).tokens for row in plan.rows.tolist()]
+    )
     denominators, taken = Denominators.of(batch), []
     for _ in range(1 + repeats):
         start = perf_counter()
-        engine.forward_backward(batch, plan.mini_batches[0].micro_batches, sft, denominators)
+        engine.forward_backward(
+            batch, plan.mini_batches[0].micro_batches, sft, denominators
+        )
         engine.optimizer_step()
         if on_gpu:
             torch.cuda.synchronize()
         taken.append(perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    return Measurement(median(taken[1:]), peak, sum(lengths), model_flops(engine, way, lengths))
+    return Measurement(
+        median(taken[1:]), peak, sum(lengths), model_flops(engine, way, lengths)
+    )
 
 
 def measure_way(
@@ -227,20 +300,28 @@ def measure_way(
 ) -> Measurement | None:
     """None where the GPU's memory does not suffice."""
     max_tokens = sum(lengths) if way.group else max(arguments.max_tokens, max(lengths))
-    plan = plan_batch(lengths, ranks=1, max_tokens=max_tokens, layout=way.layout).for_rank(0)
+    plan = plan_batch(lengths, ranks=1, max_tokens=max_tokens, layout=way.layout).for_rank(
+        0
+    )
     gc.collect()  # the engine before this one refers to itself
     if arguments.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        engine = build_engine(folder, way, arguments.device, arguments.gradient_checkpointing)
-        batch = random_batch(lengths, engine.vocabulary, way.group.prompt if way.group else 0)
+        engine = build_engine(
+            folder, way, arguments.device, arguments.gradient_checkpointing
+        )
+        batch = random_batch(
+            lengths, engine.vocabulary, way.group.prompt if way.group else 0
+        )
         return measure(engine, way, batch, plan, arguments.repeats)
     except torch.cuda.OutOfMemoryError:
         return None
 
 
-def row_of(size: str, way: Way, found: Measurement | None, peak_tflops: float | None) -> str:
+def row_of(
+    size: str, way: Way, found: Measurement | None, peak_tflops: float | None
+) -> str:
     if found is None:
         return f"| {size} | {way.name} | out of memory | | |"
     utilisation = found.flops / found.seconds / 1e12 / peak_tflops if peak_tflops else None
@@ -256,7 +337,9 @@ def run_lines(folder: Path) -> Iterator[str]:
     """Of a run of `controller.fit`: medians over its steps, the first left out, in which
     everything starts.
     """
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     yield f"\nRun `{folder.name}`, medians of its steps after the first:\n"
     yield "| metric | value |"
     yield "| --- | --- |"
@@ -280,29 +363,46 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5B", "4B"])
     parser.add_argument(
-        "--contexts", nargs="*", type=int, default=[16_384, 65_536], help="tokens of rows with one context"
+        "--contexts",
+        nargs="*",
+        type=int,
+        default=[16_384, 65_536],
+        help="tokens of rows with one context",
     )
     parser.add_argument(
-        "--rows", nargs="+", choices=("tail", "context", "prompt"), default=["tail", "context", "prompt"]
+        "--rows",
+        nargs="+",
+        choices=("tail", "context", "prompt"),
+        default=["tail", "context", "prompt"],
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--tiny", action="store_true", help="a tiny model and short sequences, to see that it runs"
+        "--tiny",
+        action="store_true",
+        help="a tiny model and short sequences, to see that it runs",
     )
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=LONGEST, help="cap of a micro-batch")
+    parser.add_argument(
+        "--max-tokens", type=int, default=LONGEST, help="cap of a micro-batch"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument(
-        "--peak-tflops", type=float, help="dense bf16 peak of the card, where it is not known here"
+        "--peak-tflops",
+        type=float,
+        help="dense bf16 peak of the card, where it is not known here",
     )
-    parser.add_argument("--run", type=Path, help="folder of a run, for weight transfer and mismatch")
+    parser.add_argument(
+        "--run", type=Path, help="folder of a run, for weight transfer and mismatch"
+    )
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.sizes, arguments.max_tokens, arguments.contexts = ["tiny"], 512, [256]
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is at hand; `--tiny --device cpu` shows that the program runs")
+        parser.error(
+            "no CUDA device is at hand; `--tiny --device cpu` shows that the program runs"
+        )
     return arguments
 
 
@@ -326,7 +426,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_random_model(size, Path(folder), arguments.device)
             for way, batch in batches(arguments, lengths):
-                lines.append(row_of(size, way, measure_way(Path(folder), way, batch, arguments), peak_tflops))
+                lines.append(
+                    row_of(
+                        size,
+                        way,
+                        measure_way(Path(folder), way, batch, arguments),
+                        peak_tflops,
+                    )
+                )
                 print(lines[-1], flush=True)
     if arguments.run:
         lines += run_lines(arguments.run)
@@ -335,7 +442,9 @@ def main() -> None:
         arguments.output.write_text("\n".join(lines) + "\n")
 
 
-def batches(arguments: argparse.Namespace, long_tail: list[int]) -> Iterator[tuple[Way, list[int]]]:
+def batches(
+    arguments: argparse.Namespace, long_tail: list[int]
+) -> Iterator[tuple[Way, list[int]]]:
     """Each way, and the lengths of the sequences that it is measured with."""
     if "tail" in arguments.rows:
         for way in long_tail_ways():

@@ -34,7 +34,9 @@ BFLOAT16_ERROR, FLOAT32_ERROR = 2e-2, 1e-4
 
 
 def on_cuda(backend: str) -> object:
-    return pytest.param(backend, torch.device("cuda"), marks=NEEDS_CUDA, id=f"{backend} on cuda")
+    return pytest.param(
+        backend, torch.device("cuda"), marks=NEEDS_CUDA, id=f"{backend} on cuda"
+    )
 
 
 KERNELS = [
@@ -52,12 +54,17 @@ def restored_implementation():
 def row_of(lengths: tuple[int, ...]) -> PackedRow:
     return pack(
         DataProto.from_list(
-            [{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]
+            [
+                {"input_ids": [1] * length, "loss_mask": [False] * length}
+                for length in lengths
+            ]
         )
     )
 
 
-def inputs(tokens: int, sinks: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def inputs(
+    tokens: int, sinks: bool, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The same numbers on every device, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
@@ -66,46 +73,74 @@ def inputs(tokens: int, sinks: bool, device: torch.device, dtype: torch.dtype) -
         "value": (1, PAIRS, tokens, DIM),
     }
     shapes |= {"sinks": (HEADS,)} if sinks else {}
-    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {name: tensor.to(device, dtype).requires_grad_() for name, tensor in drawn.items()}
+    drawn = {
+        name: torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
+    return {
+        name: tensor.to(device, dtype).requires_grad_() for name, tensor in drawn.items()
+    }
 
 
-def expected_output(tensors: dict[str, Tensor], window: int | None, softcap: float | None) -> Tensor:
+def expected_output(
+    tensors: dict[str, Tensor], window: int | None, softcap: float | None
+) -> Tensor:
     """[1, T, H, D]."""
     owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     place = torch.arange(sum(LENGTHS))
     distance = place[:, None] - place
-    visible = (owner[:, None] == owner) & (distance >= 0) & (distance < (window or len(place)))
+    visible = (
+        (owner[:, None] == owner) & (distance >= 0) & (distance < (window or len(place)))
+    )
     mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
     ordered = (tensors[name] for name in ("query", "key", "value"))
-    return reference_attention(torch.nn.Identity(), *ordered, mask, SCALE, softcap, tensors.get("sinks"))[0]
+    return reference_attention(
+        torch.nn.Identity(), *ordered, mask, SCALE, softcap, tensors.get("sinks")
+    )[0]
 
 
 def gradients(output: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    return list(torch.autograd.grad((output * weights.to(output)).sum(), list(tensors.values())))
+    return list(
+        torch.autograd.grad((output * weights.to(output)).sum(), list(tensors.values()))
+    )
 
 
-def skip_unless_runnable(backend: str, device: torch.device, dtype: torch.dtype, features: set[str]) -> None:
+def skip_unless_runnable(
+    backend: str, device: torch.device, dtype: torch.dtype, features: set[str]
+) -> None:
     """Skip, with the reason, what this machine cannot run or the kernel does not compute."""
-    problem = kernel_problem(backend, "packed", cuda=device.type == "cuda", half=dtype.itemsize == 2)
+    problem = kernel_problem(
+        backend, "packed", cuda=device.type == "cuda", half=dtype.itemsize == 2
+    )
     if obstacle := problem or BACKENDS[backend].obstacle(Installed.here(device)):
         pytest.skip(f"{backend} {obstacle}")
     if not features <= BACKENDS[backend].features:
-        pytest.skip(f"{backend} does not compute {', '.join(features - BACKENDS[backend].features)}")
-    use_flash_implementation(IMPLEMENTATIONS.get(backend))  # as an engine does for all of its rows
+        pytest.skip(
+            f"{backend} does not compute {', '.join(features - BACKENDS[backend].features)}"
+        )
+    use_flash_implementation(
+        IMPLEMENTATIONS.get(backend)
+    )  # as an engine does for all of its rows
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"]
+)
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_a_kernel_gives_what_all_scores_at_once_give(backend, dtype, case, device):
     features = CASES[case]
     skip_unless_runnable(
-        backend, device, dtype, {"sliding_window" if name == "window" else name for name in features}
+        backend,
+        device,
+        dtype,
+        {"sliding_window" if name == "window" else name for name in features},
     )
     tensors = inputs(sum(LENGTHS), "sinks" in features, device, dtype)
-    exact = {name: tensor.detach().cpu().double().requires_grad_() for name, tensor in tensors.items()}
+    exact = {
+        name: tensor.detach().cpu().double().requires_grad_()
+        for name, tensor in tensors.items()
+    }
     given = {name: features[name] for name in ("window", "softcap") if name in features}
     if "sinks" in features:
         given["sinks"] = tensors["sinks"]
@@ -114,8 +149,12 @@ def test_a_kernel_gives_what_all_scores_at_once_give(backend, dtype, case, devic
     expected = expected_output(exact, features.get("window"), features.get("softcap"))
     found = [actual, *gradients(actual, tensors)]
     bound = BFLOAT16_ERROR if dtype == torch.bfloat16 else FLOAT32_ERROR
-    for tensor, reference in zip(found, [expected, *gradients(expected, exact)], strict=True):
-        assert (tensor.detach().cpu().double() - reference).norm() < bound * reference.norm()
+    for tensor, reference in zip(
+        found, [expected, *gradients(expected, exact)], strict=True
+    ):
+        assert (
+            tensor.detach().cpu().double() - reference
+        ).norm() < bound * reference.norm()
 
 
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
@@ -131,7 +170,9 @@ def test_memory_with_sinks_is_not_that_of_all_scores(backend, device):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     attention = packed_attention(backend, row_of((tokens,)), device)
-    output = attention(tensors["query"], tensors["key"], tensors["value"], SCALE, sinks=tensors["sinks"])
+    output = attention(
+        tensors["query"], tensors["key"], tensors["value"], SCALE, sinks=tensors["sinks"]
+    )
     assert all(gradient.isfinite().all() for gradient in gradients(output, tensors))
     if device.type == "cuda":
         assert torch.cuda.max_memory_allocated() - before < 2 * 2**30

@@ -12,7 +12,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
-def test_nothing_fails_on_this_machine(placement: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fails_on_this_machine(
+    placement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if placement == "apart" and torch.cuda.device_count() < 2:
         pytest.skip("a rank and an engine of its own take two GPUs")
     code = doctor.main(["resources.device=cuda", f"rollout.placement={placement}"])

@@ -11,7 +11,12 @@ from workers.model.attention.attention import (
     Installed,
     use_flash_implementation,
 )
-from workers.model.attention.flash_kernels import Block, Segments, flash_backward, flash_forward
+from workers.model.attention.flash_kernels import (
+    Block,
+    Segments,
+    flash_backward,
+    flash_forward,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +38,10 @@ def implementation(request):
 def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
     """Not causal; segments of unlike length, fewer key heads than query heads."""
     lengths, generator = [64, 256, 128], torch.Generator(CUDA).manual_seed(0)
-    half, whole = Segments.of(lengths, CUDA), Segments.of([2 * length for length in lengths], CUDA)
+    half, whole = (
+        Segments.of(lengths, CUDA),
+        Segments.of([2 * length for length in lengths], CUDA),
+    )
     block = Block(half, half, causal=False)
     shapes = [
         (sum(lengths), 4, 64),
@@ -42,21 +50,35 @@ def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
         (sum(lengths), 4, 64),
     ]
     query, key, value, grad = (
-        torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16) for shape in shapes
+        torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
+        for shape in shapes
     )
-    is_first = torch.cat([torch.arange(2 * length, device=CUDA) < length for length in lengths])
+    is_first = torch.cat(
+        [torch.arange(2 * length, device=CUDA) < length for length in lengths]
+    )
     outputs, sums = zip(
-        *(flash_forward(query, key[mask], value[mask], block, SCALE) for mask in (is_first, ~is_first)),
+        *(
+            flash_forward(query, key[mask], value[mask], block, SCALE)
+            for mask in (is_first, ~is_first)
+        ),
         strict=True,
     )
     lse = torch.logaddexp(*sums)
     weights = [(part - lse).exp().transpose(0, 1).unsqueeze(-1) for part in sums]
-    output = sum(weight * part for weight, part in zip(weights, outputs, strict=True)).bfloat16()
+    output = sum(
+        weight * part for weight, part in zip(weights, outputs, strict=True)
+    ).bfloat16()
     expected, gradients = in_float32(query, key, value, grad, half, whole)
     assert relative_error(output.float(), expected) < 2e-2
-    grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(query),
+        torch.zeros_like(key),
+        torch.zeros_like(value),
+    )
     for mask in (is_first, ~is_first):
-        part = flash_backward(grad, query, key[mask], value[mask], output, lse, block, SCALE)
+        part = flash_backward(
+            grad, query, key[mask], value[mask], output, lse, block, SCALE
+        )
         grad_query += part[0]
         grad_key[mask], grad_value[mask] = part[1], part[2]
     for actual, gradient in zip((grad_query, grad_key, grad_value), gradients, strict=True):
@@ -66,10 +88,15 @@ def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
 def test_the_causal_kernel_keeps_segments_apart():
     segments, generator = Segments.of([96, 32], CUDA), torch.Generator(CUDA).manual_seed(0)
     query, key, value = (
-        torch.randn(128, 4, 64, generator=generator, device=CUDA, dtype=torch.bfloat16) for _ in range(3)
+        torch.randn(128, 4, 64, generator=generator, device=CUDA, dtype=torch.bfloat16)
+        for _ in range(3)
     )
-    output, lse = flash_forward(query, key, value, Block(segments, segments, causal=True), SCALE)
-    expected, _ = in_float32(query, key, value, torch.zeros_like(query), segments, segments, causal=True)
+    output, lse = flash_forward(
+        query, key, value, Block(segments, segments, causal=True), SCALE
+    )
+    expected, _ = in_float32(
+        query, key, value, torch.zeros_like(query), segments, segments, causal=True
+    )
     assert relative_error(output.float(), expected) < 2e-2
     assert lse.shape == (4, 128)
 
@@ -85,7 +112,10 @@ def in_float32(query, key, value, grad, query_segments, key_segments, causal=Fal
     )
     outputs = [
         F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in parts), is_causal=causal, scale=SCALE, enable_gqa=True
+            *(part.transpose(0, 1)[None] for part in parts),
+            is_causal=causal,
+            scale=SCALE,
+            enable_gqa=True,
         )[0].transpose(0, 1)
         for parts in splits
     ]

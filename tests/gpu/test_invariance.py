@@ -39,13 +39,15 @@ FAMILIES = ["qwen2", "qwen3", "llama", "mistral windowed", "gemma", "gemma3", "q
 def random_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     """The same weights for every dtype, rounded to it. Heads of 16: the kernels want multiples of 8."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(family, head_dim=16), dtype=torch.float32).to(
-        CUDA, dtype
-    )
+    return AutoModelForCausalLM.from_config(
+        tiny_config(family, head_dim=16), dtype=torch.float32
+    ).to(CUDA, dtype)
 
 
 def gradients_of(model: PreTrainedModel, log_probs: Tensor) -> dict[str, Tensor]:
-    weights = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(1)).to(log_probs)
+    weights = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(1)).to(
+        log_probs
+    )
     (weights * log_probs).sum().backward()
     return {
         name: parameter.grad.float()
@@ -54,7 +56,9 @@ def gradients_of(model: PreTrainedModel, log_probs: Tensor) -> dict[str, Tensor]
     }
 
 
-def unpacked(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+def unpacked(
+    model: PreTrainedModel, sequences: DataProto
+) -> tuple[Tensor, dict[str, Tensor]]:
     model = copy.deepcopy(model)
     outputs = unpacked_log_probs(model, sequences.to(CUDA))
     log_probs = torch.cat([log_probs.float() for log_probs, _ in outputs])[
@@ -63,12 +67,17 @@ def unpacked(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict
     return log_probs, gradients_of(model, log_probs)
 
 
-def packed(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+def packed(
+    model: PreTrainedModel, sequences: DataProto
+) -> tuple[Tensor, dict[str, Tensor]]:
     module, row = packed_causal_lm(copy.deepcopy(model), ModelConfig()), pack(sequences)
-    backend = choose_backend("auto", CUDA, next(model.parameters()).dtype, module.required_features)
+    backend = choose_backend(
+        "auto", CUDA, next(model.parameters()).dtype, module.required_features
+    )
     attention = packed_attention(backend, row, CUDA)
     read = {
-        name: getattr(row, name).to(CUDA) for name in ("input_ids", "position_ids", "predicting", "targets")
+        name: getattr(row, name).to(CUDA)
+        for name in ("input_ids", "position_ids", "predicting", "targets")
     }
     log_probs, _ = module(replace(row, attention=attention, **read), 1.0)
     return log_probs, gradients_of(module.model, log_probs)
@@ -76,7 +85,10 @@ def packed(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_unpacked_in_float32(family):
-    model, sequences = random_model(family, torch.float32), random_sequences(dtype=torch.float32)
+    model, sequences = (
+        random_model(family, torch.float32),
+        random_sequences(dtype=torch.float32),
+    )
     log_probs, gradients = packed(model, sequences)
     expected, expected_gradients = unpacked(model, sequences)
     assert relative_error(log_probs, expected) < 1e-5
@@ -87,7 +99,10 @@ def test_packed_equals_unpacked_in_float32(family):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
 def test_packed_in_bfloat16_is_as_near_to_float32_as_unpacked(family):
     """The noise of bfloat16 itself. Without the experts: a router on the edge sends a token elsewhere."""
-    model, sequences = random_model(family, torch.bfloat16), random_sequences(dtype=torch.float32)
+    model, sequences = (
+        random_model(family, torch.bfloat16),
+        random_sequences(dtype=torch.float32),
+    )
     exact, _ = unpacked(copy.deepcopy(model).float(), sequences)
     noise = (unpacked(model, sequences)[0] - exact).abs().mean()
     assert (packed(model, sequences)[0] - exact).abs().mean() < 1.5 * noise
@@ -107,18 +122,28 @@ def learned(
 ) -> tuple[dict, dict[str, Tensor]]:
     """Metrics and gradients of one mini-batch through the engine. branching: sequences begin alike."""
     config = ModelConfig(path=path, **model)
-    engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
+    engine = TrainingEngine(
+        config, optimizer=OptimizerConfig(), total_steps=1, device=device
+    )
     sequences = random_sequences(dtype=torch.float32, branching=branching)
     loss = make_policy_loss(LossConfig(entropy_coefficient=0.02, kl_coefficient=0.1))
-    metrics = engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))
-    return results(metrics), {name: full_tensor(p.grad) for name, p in engine.module.named_parameters()}
+    metrics = engine.forward_backward(
+        sequences, micro_batches, loss, Denominators.of(sequences)
+    )
+    return results(metrics), {
+        name: full_tensor(p.grad) for name, p in engine.module.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
-def test_the_engine_learns_the_same_however_the_batch_is_cut(path, layout, dtype, tolerance):
+def test_the_engine_learns_the_same_however_the_batch_is_cut(
+    path, layout, dtype, tolerance
+):
     whole, gradients = learned(path, [(0, 11)], dtype=dtype)
-    cut, cut_gradients = learned(path, [(0, 4), (4, 4), (4, 11)], dtype=dtype, layout=layout)
+    cut, cut_gradients = learned(
+        path, [(0, 4), (4, 4), (4, 11)], dtype=dtype, layout=layout
+    )
     assert cut["loss"] == pytest.approx(whole["loss"], rel=tolerance)
     for name, gradient in gradients.items():
         assert relative_error(cut_gradients[name], gradient) < tolerance, name

@@ -21,7 +21,10 @@ at the learning rate below moves those of this model by tenths (0.66 with a supe
 
 def on_gpus(placement: str, gpus: int) -> object:
     reason = f"{gpus} GPUs are needed, {torch.cuda.device_count()} are here"
-    marks = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=reason))
+    marks = (
+        pytest.mark.gpu,
+        pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=reason),
+    )
     return pytest.param(placement, marks=marks)
 
 
@@ -56,13 +59,25 @@ def overrides_of(placement: str) -> list[str]:
         on_gpus("apart", 2),
     ],
 )
-def test_engines_sample_with_the_weights_of_the_last_update(ray_session, settings, placement):  # noqa: F811
+def test_engines_sample_with_the_weights_of_the_last_update(
+    ray_session,
+    settings,  # noqa: F811
+    placement,
+):
     from tests.end_to_end.test_whole_loop import run_loop
 
     cpu_only = "rollout.cpu_kv_cache_gib="
-    shared = [value for value in settings if placement == "shared_memory" or not value.startswith(cpu_only)]
+    shared = [
+        value
+        for value in settings
+        if placement == "shared_memory" or not value.startswith(cpu_only)
+    ]
     run = run_loop([*shared, *overrides_of(placement)])
     assert [step["rollout/weight_version"] for step in run.outcome.steps] == [1, 2, 3]
-    assert [step["rollout/oldest_weight_version"] for step in run.outcome.steps] == [0, 1, 2]
+    assert [step["rollout/oldest_weight_version"] for step in run.outcome.steps] == [
+        0,
+        1,
+        2,
+    ]
     mismatches = [step["policy/rollout_mismatch_mean"] for step in run.outcome.steps]
     assert max(mismatches) < MOST_MISMATCH

@@ -61,14 +61,18 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     return [part("lacks", packages=("no_such_package",)), part("needs", gpus=2), *parts]
 
 
-def test_each_part_has_a_verdict_whatever_the_others_do(planted: list[Part], tmp_path: Path) -> None:
+def test_each_part_has_a_verdict_whatever_the_others_do(
+    planted: list[Part], tmp_path: Path
+) -> None:
     outcomes = {}
     for index, current in enumerate(planted):
         seconds = 6.0 if current.name == "hangs" else 600.0  # its share is a third: 2 s
         outcomes[current.name] = prove(
             planted, index, seconds_left=seconds, device="cpu", gpus=1, folder=tmp_path
         )
-    reasons = {name: (outcome.verdict, outcome.reason) for name, outcome in outcomes.items()}
+    reasons = {
+        name: (outcome.verdict, outcome.reason) for name, outcome in outcomes.items()
+    }
     assert reasons == {
         "lacks": (LEFT_OUT, "not installed: no_such_package"),
         "needs": (LEFT_OUT, "needs 2 GPUs, 1 here"),
@@ -79,14 +83,20 @@ def test_each_part_has_a_verdict_whatever_the_others_do(planted: list[Part], tmp
         "passes": (PASSED, ""),
     }
     assert outcomes["passes"].facts == {"tests": {"passed": 3, "failed": 0}}
-    child = int((tmp_path / "child").read_text())  # in a session of its own, as Ray's processes
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    child = int(
+        (tmp_path / "child").read_text()
+    )  # in a session of its own, as Ray's processes
+    while (
+        psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
+    ):
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("minutes", [3, 25, 90])
-def test_parts_that_use_all_their_time_leave_time_to_the_others(device: str, minutes: int) -> None:
+def test_parts_that_use_all_their_time_leave_time_to_the_others(
+    device: str, minutes: int
+) -> None:
     """The first parts get what they need at least, and every part of a proof of 90 minutes has time."""
     parts = parts_of(device)
     left = 60.0 * minutes
@@ -97,12 +107,18 @@ def test_parts_that_use_all_their_time_leave_time_to_the_others(device: str, min
     assert left == pytest.approx(0, abs=1e-6)
     assert given[0] >= parts[0].least_s
     if minutes == 90:
-        assert all(seconds >= part.least_s for seconds, part in zip(given, parts, strict=True))
+        assert all(
+            seconds >= part.least_s for seconds, part in zip(given, parts, strict=True)
+        )
 
 
 def test_time_that_a_part_leaves_is_shared_by_the_later_ones() -> None:
     parts = [part("a", share=1), part("b", share=2), part("c", share=1)]
-    assert [seconds_of(parts, 400.0), seconds_of(parts[1:], 300.0), seconds_of(parts[1:], 390.0)] == [
+    assert [
+        seconds_of(parts, 400.0),
+        seconds_of(parts[1:], 300.0),
+        seconds_of(parts[1:], 390.0),
+    ] == [
         100,
         200,
         260,
@@ -115,7 +131,14 @@ def test_some_parts_again_keep_what_the_others_gave(tmp_path: Path) -> None:
         Outcome("quickstart", "a run", FAILED, 3, "why", {"a": [1]}),
     ]
     save_json(tmp_path / "page.json", outcomes)
-    options = ["--device", "cpu", "--only", "versions", "--output", str(tmp_path / "page.md")]
+    options = [
+        "--device",
+        "cpu",
+        "--only",
+        "versions",
+        "--output",
+        str(tmp_path / "page.md"),
+    ]
     assert program.main([*options, "--folder", str(tmp_path)]) == 0
     parts = json.loads((tmp_path / "page.json").read_text())["parts"]
     assert [part["part"] for part in parts] == ["quickstart", "versions"]
@@ -151,14 +174,28 @@ def test_the_section_replaces_itself_and_nothing_else(tmp_path: Path) -> None:
         "first_step_s": 9.5,
         "peak_gib": 60.2,
         "phases": {"rollout": 6.5, "update": 1.5, "step": 9.0},
-        "predicted": {"prefill": 0.5, "decode": 6.0, "update": 1.0, "optimizer": 0.25, "step": 8.0},
+        "predicted": {
+            "prefill": 0.5,
+            "decode": 6.0,
+            "update": 1.0,
+            "optimizer": 0.25,
+            "step": 8.0,
+        },
         "update_tokens_per_s": 20_000,
         "update_mfu": 0.31,
     }
     outcomes = [
-        Outcome("versions", "versions", PASSED, 1, facts={"packages": {"torch": "2.13"}, "cards": ["H200"]}),
+        Outcome(
+            "versions",
+            "versions",
+            PASSED,
+            1,
+            facts={"packages": {"torch": "2.13"}, "cards": ["H200"]},
+        ),
         Outcome("qwen3", "a model", OUT_OF_TIME, 200, "2 of 4 steps | ended", facts),
-        Outcome("benchmark", "speed", PASSED, 9, facts={"text": "# card\n| size |\n| 1.5B |"}),
+        Outcome(
+            "benchmark", "speed", PASSED, 9, facts={"text": "# card\n| size |\n| 1.5B |"}
+        ),
     ]
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{BEGIN}\nold\n{END}\n\n## After\n")
@@ -182,13 +219,27 @@ def test_the_section_replaces_itself_and_nothing_else(tmp_path: Path) -> None:
 def test_a_cpu_is_proven_too(tmp_path: Path) -> None:
     """A whole run, a model beside its prediction, a file of tests and the benchmark, small: some minutes."""
     names = ["versions", "test_shared_prefixes", "quickstart", "qwen3_0_6b", "benchmark"]
-    options = ["--device", "cpu", "--minutes", "12", "--only", *names, "--folder", str(tmp_path)]
+    options = [
+        "--device",
+        "cpu",
+        "--minutes",
+        "12",
+        "--only",
+        *names,
+        "--folder",
+        str(tmp_path),
+    ]
     assert program.main([*options, "--output", str(tmp_path / "page.md")]) == 0
     parts = json.loads((tmp_path / "page.json").read_text())["parts"]
     assert {part["part"]: part["verdict"] for part in parts} == dict.fromkeys(names, PASSED)
     facts = {part["part"]: part["facts"] for part in parts}
-    assert len(facts["quickstart"]["mismatch"]) == 3 and max(facts["quickstart"]["mismatch"]) < 1e-4
-    assert facts["qwen3_0_6b"]["phases"].keys() & facts["qwen3_0_6b"]["predicted"].keys() >= {
+    assert (
+        len(facts["quickstart"]["mismatch"]) == 3
+        and max(facts["quickstart"]["mismatch"]) < 1e-4
+    )
+    assert facts["qwen3_0_6b"]["phases"].keys() & facts["qwen3_0_6b"][
+        "predicted"
+    ].keys() >= {
         "update",
         "step",
     }

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from tests.gpu.test_invariance import learned
-from tests.workers.model.rows.test_prefix_rows import by_mask, computed, groups, random_inputs
+from tests.workers.model.rows.test_prefix_rows import (
+    by_mask,
+    computed,
+    groups,
+    random_inputs,
+)
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.batch.dataproto import DataProto
 from workers.model.attention.shared_attention import SharedAttention
@@ -26,7 +31,9 @@ def stairs(depth: int) -> DataProto:
     for index, row in enumerate(rows[1:], start=1):
         row[:] = rows[index - 1]
         row[3 * index :] += 100
-    return DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows])
+    return DataProto.from_list(
+        [{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows]
+    )
 
 
 ROWS = {
@@ -41,11 +48,18 @@ ROWS = {
 @pytest.mark.parametrize("way", ["level", "path"])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
 @pytest.mark.parametrize("name", ROWS)
-def test_attention_by_levels_and_by_paths_equals_that_of_a_mask(name, heads, way, device, monkeypatch):
+def test_attention_by_levels_and_by_paths_equals_that_of_a_mask(
+    name, heads, way, device, monkeypatch
+):
     monkeypatch.setattr(SharedAttention, "_way", lambda *_: way)
     row = pack_shared(ROWS[name], 8)
-    inputs = [tensor.bfloat16().double() for tensor in random_inputs(row, heads, seed=0, dim=DIM)]
-    found = computed(SharedAttention(row, device), [tensor.to(device, torch.bfloat16) for tensor in inputs])
+    inputs = [
+        tensor.bfloat16().double() for tensor in random_inputs(row, heads, seed=0, dim=DIM)
+    ]
+    found = computed(
+        SharedAttention(row, device),
+        [tensor.to(device, torch.bfloat16) for tensor in inputs],
+    )
     for one, other in zip(found, by_mask(row, inputs), strict=True):
         assert one.dtype == torch.bfloat16
         assert relative_error(one.cpu().double(), other) < BFLOAT16_ERROR
@@ -57,8 +71,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_loss_and_gradients_are_as_near_to_float32_with_sharing_as_without(path, device, checkpointing):
-    begin_alike = partial(learned, path, [(0, 7), (7, 11)], device, branching=True, min_shared_tokens=1)
+def test_loss_and_gradients_are_as_near_to_float32_with_sharing_as_without(
+    path, device, checkpointing
+):
+    begin_alike = partial(
+        learned, path, [(0, 7), (7, 11)], device, branching=True, min_shared_tokens=1
+    )
     given = {"dtype": "bfloat16", "gradient_checkpointing": checkpointing}
     _, exact = begin_alike(dtype="float32", share_prefixes="never")
     metrics, gradients = begin_alike(share_prefixes="never", **given)
@@ -66,4 +84,6 @@ def test_loss_and_gradients_are_as_near_to_float32_with_sharing_as_without(path,
     assert shared_metrics["loss"] == pytest.approx(metrics["loss"], rel=0.05)
     noise = {name: (gradient - exact[name]).norm() for name, gradient in gradients.items()}
     for name, gradient in shared.items():
-        assert (gradient - exact[name]).norm() < 2 * noise[name] + 1e-2 * exact[name].norm(), name
+        assert (gradient - exact[name]).norm() < 2 * noise[name] + 1e-2 * exact[
+            name
+        ].norm(), name

@@ -65,7 +65,9 @@ ODD_TEXTS = (
         "runs/done",
     ),
 )
-DEEP = b"[" * 100_000 + b"]" * 100_000  # as libyaml's stack overflows, and PyYAML takes minutes
+DEEP = (
+    b"[" * 100_000 + b"]" * 100_000
+)  # as libyaml's stack overflows, and PyYAML takes minutes
 ODD_NUMBERS = (
     0,
     -1,
@@ -90,7 +92,9 @@ TEXTS = st.sampled_from(ODD_TEXTS) | st.text(ANY_CHARACTER, max_size=8)
 NUMBERS = st.sampled_from(ODD_NUMBERS) | st.integers() | st.floats()
 VALUES: SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3),
+    lambda values: (
+        st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3)
+    ),
     max_leaves=5,
 )
 SCHEMAS: dict[str, type[TrainingConfig]] = {
@@ -101,7 +105,11 @@ SCHEMAS: dict[str, type[TrainingConfig]] = {
     "preferences": PreferencesConfig,
     "reward-model": RewardTrainingConfig,
 }
-FILES = {"sft": "sft.yaml", "preferences": "preferences.yaml", "reward-model": "preferences.yaml"}
+FILES = {
+    "sft": "sft.yaml",
+    "preferences": "preferences.yaml",
+    "reward-model": "preferences.yaml",
+}
 """Configurations of commands; of others it is config.yaml."""
 
 
@@ -130,13 +138,22 @@ def of_settings(draw: st.DrawFn) -> Draw:
     """Settings in the file or behind the command."""
     command = draw(st.sampled_from(list(SCHEMAS)))
     given = {}
-    for found in draw(st.lists(st.sampled_from(list(settings(SCHEMAS[command]()))), max_size=3)):
+    for found in draw(
+        st.lists(st.sampled_from(list(settings(SCHEMAS[command]()))), max_size=3)
+    ):
         given[found.key] = draw(value_of_setting(found))
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     file = FILES.get(command, "config.yaml")
-    options = draw(st.sampled_from([["--dry-run"], ["--dry-run"], ["--dry-run", "--all"], []]))
+    options = draw(
+        st.sampled_from([["--dry-run"], ["--dry-run"], ["--dry-run", "--all"], []])
+    )
     if command == "fit" and draw(st.integers(0, 4)) == 0:
-        options = ["--dry-run", "--cluster", "nodes=2,gpus=8,gpu_gib=80,cpus=96", "--no-measure"]
+        options = [
+            "--dry-run",
+            "--cluster",
+            "nodes=2,gpus=8,gpu_gib=80,cpus=96",
+            "--no-measure",
+        ]
     return Draw(command, ("--config", file, *options, *overrides), {})
 
 
@@ -155,8 +172,12 @@ def of_files(
 ) -> Draw:
     """Files that the commands read. uses: commands with their arguments."""
     command, arguments = draw(st.sampled_from(list(uses)))
-    names = draw(st.lists(st.sampled_from(sorted(contents)), min_size=1, max_size=2, unique=True))
-    return Draw(command, arguments, {name: draw(broken(name, contents[name])) for name in names})
+    names = draw(
+        st.lists(st.sampled_from(sorted(contents)), min_size=1, max_size=2, unique=True)
+    )
+    return Draw(
+        command, arguments, {name: draw(broken(name, contents[name])) for name in names}
+    )
 
 
 @st.composite
@@ -180,7 +201,9 @@ def of_arguments(draw: st.DrawFn, uses: Sequence[tuple[str, tuple[str, ...]]]) -
     )
     for _ in range(draw(st.integers(0, 3))):
         place = draw(st.integers(0, len(words)))
-        words[place : place + draw(st.integers(0, 1))] = [draw(odd | TEXTS | NUMBERS.map(str))]
+        words[place : place + draw(st.integers(0, 1))] = [
+            draw(odd | TEXTS | NUMBERS.map(str))
+        ]
     safe = [word.replace("\x00", "") for word in words]  # an operating system passes none
     return Draw(command, tuple(safe), {})
 
@@ -206,10 +229,13 @@ def changed_lines(draw: st.DrawFn, lines: list[Any]) -> bytes:
         place = draw(st.integers(0, len(found) - 1))
         found[place] = draw(changed(found[place]))
     if draw(st.integers(0, 4)) == 0:
-        found.insert(draw(st.integers(0, len(found))), draw(st.sampled_from(found) | VALUES))
+        found.insert(
+            draw(st.integers(0, len(found))), draw(st.sampled_from(found) | VALUES)
+        )
     as_they_are = draw(st.booleans())
     return b"\n".join(
-        json.dumps(line, ensure_ascii=as_they_are).encode("utf-8", "surrogatepass") for line in found
+        json.dumps(line, ensure_ascii=as_they_are).encode("utf-8", "surrogatepass")
+        for line in found
     ) + draw(st.sampled_from([b"\n", b"", b"\r\n"]))
 
 
@@ -235,5 +261,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     """Bytes cut off, left out, doubled, or replaced."""
     start = draw(st.integers(0, len(content)))
     end = draw(st.integers(start, min(len(content), start + 40)) | st.just(len(content)))
-    odd = st.binary(max_size=4) | TEXTS.map(lambda text: text.encode("utf-8", "surrogatepass"))
+    odd = st.binary(max_size=4) | TEXTS.map(
+        lambda text: text.encode("utf-8", "surrogatepass")
+    )
     return content[:start] + draw(odd | st.just(content[start:end] * 2)) + content[end:]

@@ -32,21 +32,41 @@ TRAINING = [
     ("preferences", ("--config", "preferences.yaml", "--dry-run")),
     ("reward-model", ("--config", "preferences.yaml", "--dry-run")),
     ("evaluate", ("--config", "config.yaml", "--dry-run")),
-    ("generate", ("--config", "config.yaml", "--model", "model", "--prompts", "3", "--dry-run")),
+    (
+        "generate",
+        ("--config", "config.yaml", "--model", "model", "--prompts", "3", "--dry-run"),
+    ),
 ]
 READING = [
     ("report", ("runs/done",)),
     ("timeline", ("runs/done", "--steps", "2-3", "--output", "trace.json")),
     ("replay", ("runs/done", "--step", "3", "policy.data_parallel=1")),
     ("balance", ("runs/done", "--step", "3")),
-    ("balance", ("lengths.jsonl", "--column", "length", "--ranks", "2", "--mini-batches", "2")),
-    ("balance", ("--distribution", "lognormal", "--count", "64", "--ranks", "2", "--model", "model")),
+    (
+        "balance",
+        ("lengths.jsonl", "--column", "length", "--ranks", "2", "--mini-batches", "2"),
+    ),
+    (
+        "balance",
+        (
+            "--distribution",
+            "lognormal",
+            "--count",
+            "64",
+            "--ranks",
+            "2",
+            "--model",
+            "model",
+        ),
+    ),
     ("migrate", ("verl.yaml",)),
     ("evaluate", ("--model", "runs/done", "--trust-run", "--dry-run")),
     ("show", ("runs/done", "--step", "3")),
     ("show", ("runs/done", "--session", "2")),
 ]
-REWARD = UserFunction(b"", Signature(("response", "solution"), ("response", "solution"), False))
+REWARD = UserFunction(
+    b"", Signature(("response", "solution"), ("response", "solution"), False)
+)
 DOCTOR = [("doctor", ("--config", "config.yaml", "run.steps=3"))]
 
 
@@ -59,15 +79,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "run: {name: sft}\nmodel: {path: model}\ndata: {train: sft.jsonl, max_tokens: 64}\nresources: "
         "{device: cpu}\n"
     )
-    (folder / "preferences.yaml").write_text((folder / "sft.yaml").read_text().replace("sft", "preferences"))
+    (folder / "preferences.yaml").write_text(
+        (folder / "sft.yaml").read_text().replace("sft", "preferences")
+    )
     (folder / "sft.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 3)
-    (folder / "preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 3)
-    (folder / "lengths.jsonl").write_text("".join(f'{{"length": {5 * n + 1}}}\n' for n in range(8)))
-    (folder / "verl.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {train_batch_size: 8}\n")
+    (folder / "preferences.jsonl").write_text(
+        '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 3
+    )
+    (folder / "lengths.jsonl").write_text(
+        "".join(f'{{"length": {5 * n + 1}}}\n' for n in range(8))
+    )
+    (folder / "verl.yaml").write_text(
+        "algorithm: {adv_estimator: grpo}\ndata: {train_batch_size: 8}\n"
+    )
     run = folder / "runs" / "done"
     write_run(run, steps=3, ranks=2)
     shutil.copy(folder / "config.yaml", run / "config.yaml")
-    (run / "summary.json").write_text('{"steps": 3, "validation": {"before": {}, "after": {}}}')
+    (run / "summary.json").write_text(
+        '{"steps": 3, "validation": {"before": {}, "after": {}}}'
+    )
     (run / "samples").mkdir()
     for step in (1, 2, 3):
         (run / "samples" / f"step-{step}.npz").write_bytes(b"")
@@ -79,17 +109,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.chdir(folder)
     for module in ("controller.fit", "controller.offline.offline_training"):
         patch.setattr(f"{module}.numerics_lines", lambda config: iter(()))
-    patch.setattr("controller.lifecycle.user_functions.find_function", lambda *_, **__: REWARD)
-    patch.setattr("controller.lifecycle.reward_inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
+    patch.setattr(
+        "controller.lifecycle.user_functions.find_function", lambda *_, **__: REWARD
+    )
+    patch.setattr(
+        "controller.lifecycle.reward_inputs.try_rewards", lambda *_, **__: Score(0.0, "")
+    )
     patch.setattr("controller.lifecycle.chat_inputs.examine", lambda *_, **__: None)
-    for name in ("reward_inputs.find_class", "reward_inputs.try_environment", "user_functions.check_loss"):
+    for name in (
+        "reward_inputs.find_class",
+        "reward_inputs.try_environment",
+        "user_functions.check_loss",
+    ):
         patch.setattr(f"controller.lifecycle.{name}", _out_of_reach)
     patch.setattr("controller.lifecycle.session.lock_run", _nothing)
     for module in ("controller.lifecycle.session", "ballast.replay.__main__"):
         patch.setattr(f"{module}.check_cluster", _nothing)
     patch.setattr("ballast.replay.__main__.run", _nothing)
     patch.setattr(
-        "ballast.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None
+        "ballast.doctor.examine",
+        lambda options, _: doctor.configuration(options, Report()) and None,
     )
     yield folder
     patch.undo()
@@ -106,10 +145,15 @@ def _out_of_reach(*_: Any, **__: Any) -> Any:
 def ends_well(folder: Path, draw: Draw) -> None:
     """Run the draw's command on its files, which are put back afterwards."""
     before = {name: (folder / name).read_bytes() for name in draw.files}
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8", errors)
+        for errors in ("strict", "backslashreplace")
+    )
     try:
         for name, content in draw.files.items():
-            (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+            (folder / name).unlink() if content is None else (folder / name).write_bytes(
+                content
+            )
         with redirect_stdout(out), redirect_stderr(err):
             code = _code(main_of(COMMANDS[draw.command]), draw)
     finally:
@@ -126,7 +170,9 @@ def has_one_line_a_problem(said: str) -> bool:
     """Independent problems come together, each in one line and without characters that steer a terminal."""
     *lines, last = said.split("\n")
     return (
-        bool(lines) and not last and all(line.startswith("error: ") and line.isprintable() for line in lines)
+        bool(lines)
+        and not last
+        and all(line.startswith("error: ") and line.isprintable() for line in lines)
     )
 
 
@@ -139,8 +185,14 @@ def _code(main: Callable[[Any], int | None], draw: Draw) -> Any:
 
 def contents(folder: Path, *patterns: str) -> dict[str, bytes]:
     """The files of the patterns that have a content, by their paths in the folder."""
-    found = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found if path.stat().st_size}
+    found = sorted(
+        path for pattern in patterns for path in folder.glob(pattern) if path.is_file()
+    )
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in found
+        if path.stat().st_size
+    }
 
 
 KINDS: dict[str, Callable[[Path], st.SearchStrategy[Draw]]] = {
@@ -154,7 +206,12 @@ KINDS: dict[str, Callable[[Path], st.SearchStrategy[Draw]]] = {
 
 
 def search(folder: Path, kind: str, draws: int) -> None:
-    @settings(max_examples=draws, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @settings(
+        max_examples=draws,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
     @given(draw=KINDS[kind](folder))
     def every_draw_ends_well(draw: Draw) -> None:
         ends_well(folder, draw)

@@ -149,11 +149,16 @@ read.
 @pytest.mark.parametrize("place", range(len(PAIRS)))
 def test_the_verdict_is_right_but_for_the_listed_pairs(place: int) -> None:
     answer, response, right, _ = PAIRS[place]
-    assert (math(response, answer)["reward"] == right) is ((answer, response) not in DISAGREE)
+    assert (math(response, answer)["reward"] == right) is (
+        (answer, response) not in DISAGREE
+    )
 
 
 def test_no_other_grader_is_right_more_often() -> None:
-    rights = [sum(int(verdicts[grader]) == right for _, _, right, verdicts in PAIRS) for grader in range(4)]
+    rights = [
+        sum(int(verdicts[grader]) == right for _, _, right, verdicts in PAIRS)
+        for grader in range(4)
+    ]
     assert len(PAIRS) - len(DISAGREE) > max(rights)
 
 
@@ -164,7 +169,11 @@ KINDS = {
         ("½", r"\boxed{\frac12}"),
         ("x²", r"\boxed{x^2}"),
     ],
-    "roots": [("√2", r"\boxed{\sqrt{2}}"), ("3√(10)", r"\boxed{3\sqrt{10}}"), ("60˚", r"\boxed{60}")],
+    "roots": [
+        ("√2", r"\boxed{\sqrt{2}}"),
+        ("3√(10)", r"\boxed{3\sqrt{10}}"),
+        ("60˚", r"\boxed{60}"),
+    ],
     "thousands": [
         ("12345", r"\boxed{12\,345}"),
         ("12345", r"\boxed{12\ 345}"),
@@ -177,13 +186,21 @@ KINDS = {
     ],
     "ends": [("7", r"\boxed{7.}"), ("**7**", r"\boxed{7}"), ("7.", r"\boxed{7}")],
     "tags": [("7", "<think>a</think><answer>7</answer>"), ("7", "答案：7")],
-    "texts": [("10 cm^2", r"\boxed{10\text{ cm}^2}"), ("June 5", r"\boxed{\text{June }5}"), ("Yes", "Yes.")],
+    "texts": [
+        ("10 cm^2", r"\boxed{10\text{ cm}^2}"),
+        ("June 5", r"\boxed{\text{June }5}"),
+        ("Yes", "Yes."),
+    ],
     "sets": [
         (r"(-\infty, 3]", r"\boxed{x \le 3}"),
         ("(1,3)", r"\boxed{1<x<3}"),
         (r"\emptyset", r"\boxed{\varnothing}"),
     ],
-    "choices": [("C", r"\boxed{C. 5}"), ("(C) 5", r"\boxed{C}"), (r"\textbf{(D)}\ 12", r"\boxed{12}")],
+    "choices": [
+        ("C", r"\boxed{C. 5}"),
+        ("(C) 5", r"\boxed{C}"),
+        (r"\textbf{(D)}\ 12", r"\boxed{12}"),
+    ],
     "choices in sentences": [
         ("D", "The answer is (D)."),
         ("D", "**D**"),
@@ -207,7 +224,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "response"), [pair for pairs in KINDS.values() for pair in pairs])
+@pytest.mark.parametrize(
+    ("answer", "response"), [pair for pairs in KINDS.values() for pair in pairs]
+)
 def test_usual_notations_are_right(answer: str, response: str) -> None:
     assert math(response, answer)["reward"] == 1
 
@@ -219,7 +238,14 @@ def test_notations_do_not_hide_a_wrong_answer(answer: str, response: str) -> Non
 
 @pytest.mark.parametrize(
     ("answer", "text"),
-    [(0.5, "0.5"), (72.0, "72.0"), (1e-7, "0.0000001"), (10**20, str(10**20)), (["3"], "3"), ((4,), "4")],
+    [
+        (0.5, "0.5"),
+        (72.0, "72.0"),
+        (1e-7, "0.0000001"),
+        (10**20, str(10**20)),
+        (["3"], "3"),
+        ((4,), "4"),
+    ],
 )
 def test_numbers_and_lists_of_one_are_read_as_texts(answer: object, text: str) -> None:
     assert math(rf"\boxed{{{text}}}", answer)["reward"] == 1
@@ -227,7 +253,8 @@ def test_numbers_and_lists_of_one_are_read_as_texts(answer: object, text: str) -
 
 
 @pytest.mark.parametrize(
-    "answer", [None, "", " ", [], ["1", "2"], {"a": 1}, True, float("nan"), float("inf"), [None]]
+    "answer",
+    [None, "", " ", [], ["1", "2"], {"a": 1}, True, float("nan"), float("inf"), [None]],
 )
 def test_another_type_of_answer_is_refused_by_name(answer: object) -> None:
     with pytest.raises(DataError, match="answer="):
@@ -235,11 +262,15 @@ def test_another_type_of_answer_is_refused_by_name(answer: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["1, 2", "y = 2x + 3", "3:2", "n=3k", r"\frac{1}{2}", "no solution", "(1, 2]", "x>3"]
+    "answer",
+    ["1, 2", "y = 2x + 3", "3:2", "n=3k", r"\frac{1}{2}", "no solution", "(1, 2]", "x>3"],
 )
-@pytest.mark.parametrize("write", [str, r"\boxed{{{}}}".format, "${}$".format, "<think>7</think>\n{}".format])
 @pytest.mark.parametrize(
-    "space", [lambda text: text, lambda text: text.replace(" ", "  "), lambda text: f" {text} "]
+    "write", [str, r"\boxed{{{}}}".format, "${}$".format, "<think>7</think>\n{}".format]
+)
+@pytest.mark.parametrize(
+    "space",
+    [lambda text: text, lambda text: text.replace(" ", "  "), lambda text: f" {text} "],
 )
 def test_an_answer_equals_itself(
     answer: str, write: Callable[[str], str], space: Callable[[str], str]
@@ -248,7 +279,8 @@ def test_an_answer_equals_itself(
 
 
 @pytest.mark.parametrize(
-    ("opens", "closes"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("", "</think>")]
+    ("opens", "closes"),
+    [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("", "</think>")],
 )
 def test_boxes_in_thoughts_do_not_answer(opens: str, closes: str) -> None:
     thought = rf"{opens} maybe \boxed{{3}} {closes}"
@@ -257,11 +289,12 @@ def test_boxes_in_thoughts_do_not_answer(opens: str, closes: str) -> None:
     assert math(rf"{thought} the answer is 5", "5")["reward"] == 1
 
 
-@pytest.mark.parametrize("between", ["answer is ", "<answer>", " ", "$", ", ", ",\\quad ", "{", "a "])
+@pytest.mark.parametrize(
+    "between", ["answer is ", "<answer>", " ", "$", ", ", ",\\quad ", "{", "a "]
+)
 def test_long_texts_between_boxes_are_read_in_linear_time(between: str) -> None:
-    response = (
-        rf"\boxed{{3}},{between * 30_000}. \boxed{{4}}"  # above a minute where it is tried anew at each place
-    )
+    # above a minute where it is tried anew at each place
+    response = rf"\boxed{{3}},{between * 30_000}. \boxed{{4}}"
     assert math(response, "4")["reward"] == 1
 
 

@@ -42,7 +42,9 @@ NODE = {
         ("head.cluster", None),
     ],
 )
-def test_the_interface_is_the_one_with_the_address(address: str, interface: str | None) -> None:
+def test_the_interface_is_the_one_with_the_address(
+    address: str, interface: str | None
+) -> None:
     assert interface_of(address, NODE) == interface
 
 
@@ -56,7 +58,9 @@ def test_the_interface_is_the_one_with_the_address(address: str, interface: str 
         ("203.0.113.9", {}, {}),
     ],
 )
-def test_both_libraries_are_told_one_exact_interface_unless_the_user_has(address, given, told) -> None:
+def test_both_libraries_are_told_one_exact_interface_unless_the_user_has(
+    address, given, told
+) -> None:
     assert socket_variables(address, NODE, given) == told
 
 

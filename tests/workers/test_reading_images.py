@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import DataError
-from workers.images.images import FORMATS, ImageSource, digest_of, png_of, read_image, resize_image
+from workers.images.images import (
+    FORMATS,
+    ImageSource,
+    digest_of,
+    png_of,
+    read_image,
+    resize_image,
+)
 from workers.user_code.pictures import Pictures
 
 WHERE = "data.jsonl:3"
@@ -47,7 +54,9 @@ def test_the_forms_of_an_image_are_one_image(tmp_path: Path) -> None:
 
 
 def _animated() -> bytes:
-    return _bytes(_picture(), "GIF", save_all=True, append_images=[_picture(8, 6).rotate(90)])
+    return _bytes(
+        _picture(), "GIF", save_all=True, append_images=[_picture(8, 6).rotate(90)]
+    )
 
 
 def _huge() -> bytes:
@@ -64,7 +73,10 @@ BAD = {
     "20,000 x 20,000": (_huge, "too large"),
     "animated": (_animated, "animated"),
     "SVG": (_text, "not an image"),
-    "EPS": (lambda: _bytes(_picture(), "EPS"), "not an image"),  # Pillow would start Ghostscript
+    "EPS": (
+        lambda: _bytes(_picture(), "EPS"),
+        "not an image",
+    ),  # Pillow would start Ghostscript
     "Pillow's EPS": (lambda: PIL.Image.open(io.BytesIO(_bytes(_picture(), "EPS"))), "EPS"),
     "ICO": (lambda: _bytes(_picture(), "ICO"), "not an image"),
     "empty": (lambda: b"", "not an image"),
@@ -76,14 +88,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_image_is_refused_in_one_line(name: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_bad_image_is_refused_in_one_line(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
     make, word = BAD[name]
     value = make()
     recwarn.clear()  # of Pillow, as it writes what is tried
     with pytest.raises(DataError) as failure:
         read_image(value, WHERE)
     text = str(failure.value)
-    pillows = [warning for warning in recwarn if "PIL" in warning.filename]  # not what other threads warn of
+    pillows = [
+        warning for warning in recwarn if "PIL" in warning.filename
+    ]  # not what other threads warn of
     assert text.startswith(WHERE) and word in text and "\n" not in text and not pillows
 
 
@@ -94,7 +110,9 @@ def test_an_image_of_each_format_is_read(form: str) -> None:
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "1", "P"])
 def test_other_colours_become_rgb(mode: str) -> None:
-    found = read_image(_bytes(_picture(mode=mode), "JPEG" if mode == "CMYK" else "PNG"), WHERE)
+    found = read_image(
+        _bytes(_picture(mode=mode), "JPEG" if mode == "CMYK" else "PNG"), WHERE
+    )
     assert found.mode == "RGB" and found.size == (8, 6)
 
 

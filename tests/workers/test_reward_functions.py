@@ -15,16 +15,23 @@ from workers.reward_functions import exact_match, format_tags, length, math
         (r"$x^2 + 2x + 1$", "$(x+1)^2$", 1),
     ],
 )
-def test_answers_are_compared_as_mathematics(response: str, answer: str, reward: float) -> None:
+def test_answers_are_compared_as_mathematics(
+    response: str, answer: str, reward: float
+) -> None:
     assert math(response, answer)["reward"] == reward
 
 
 def test_equal_answers_vote_together() -> None:
-    assert math(r"\boxed{\frac{1}{2}}", "1")["answer"] == math(r"it is $\frac{1}{2}$", "1")["answer"]
+    assert (
+        math(r"\boxed{\frac{1}{2}}", "1")["answer"]
+        == math(r"it is $\frac{1}{2}$", "1")["answer"]
+    )
     assert math("no idea", "1")["answer"] != math("7", "1")["answer"]
 
 
-def test_an_exact_match_ignores_white_space_around_it_and_length_costs_by_the_character() -> None:
+def test_an_exact_match_ignores_white_space_around_it_and_length_costs_by_the_character() -> (
+    None
+):
     assert exact_match(" 42\n", "42") == {"reward": 1.0, "answer": "42"}
     assert exact_match("42.0", "42")["reward"] == 0.0
     assert length("ab") == pytest.approx(2 * length("a"))

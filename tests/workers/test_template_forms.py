@@ -22,7 +22,11 @@ QUESTION = {"role": "user", "content": "question"}
 
 
 def calling(arguments: Any, **keys: Any) -> list[dict[str, Any]]:
-    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": arguments}}
+    call = {
+        "type": "function",
+        "id": "call00000",
+        "function": {"name": "add", "arguments": arguments},
+    }
     return [QUESTION, {"role": "assistant", "tool_calls": [call]} | keys]
 
 
@@ -35,7 +39,9 @@ def rendered(name: str, messages: list[dict[str, Any]], **options: Any) -> str:
 
 @pytest.mark.parametrize("content", ["", None])
 @pytest.mark.parametrize("name", sorted({*NAMES} - WITHOUT_CALLS))
-def test_arguments_are_a_mapping_or_json_and_are_rendered_alike(name: str, content: str | None) -> None:
+def test_arguments_are_a_mapping_or_json_and_are_rendered_alike(
+    name: str, content: str | None
+) -> None:
     arguments = {"a": "four"}
     mapping = rendered(name, calling(arguments, content=content))
     assert "four" in mapping and str(arguments) not in mapping and '\\"four' not in mapping
@@ -61,7 +67,9 @@ def test_a_role_is_shown_or_refused_by_name(name: str, role: str) -> None:
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "glm4moe", "lfm2_2_5"])
 def test_thoughts_are_rendered_under_each_name(name: str, key: str) -> None:
-    assert "I add." in rendered(name, [QUESTION, {"role": "assistant", "content": "four", key: "I add."}])
+    assert "I add." in rendered(
+        name, [QUESTION, {"role": "assistant", "content": "four", key: "I add."}]
+    )
 
 
 def test_arguments_that_are_no_json_are_refused_by_record() -> None:

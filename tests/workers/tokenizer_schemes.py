@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 SCHEMES = (
@@ -20,7 +29,14 @@ SCHEMES = (
 and Qwen, T5."""
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PIECES = (("{blank}", "t"), ("t", "w"), ("{blank}t", "w"), ("tw", "o"), ("{blank}tw", "o"), ("{blank}", "["))
+PIECES = (
+    ("{blank}", "t"),
+    ("t", "w"),
+    ("{blank}t", "w"),
+    ("tw", "o"),
+    ("{blank}tw", "o"),
+    ("{blank}", "["),
+)
 
 
 def make_tokenizer(
@@ -33,15 +49,23 @@ def make_tokenizer(
 ) -> Any:
     """begins, ends: whether texts get the special token. thinks: whether `<think>` and `</think>` are added."""
     backend = (
-        _byte_level(scheme) if scheme in ("bytes", "bytes with a blank", "tiktoken") else _pieces(scheme)
+        _byte_level(scheme)
+        if scheme in ("bytes", "bytes with a blank", "tiktoken")
+        else _pieces(scheme)
     )
     marks = ["<think>", "</think>"] if thinks else []
-    backend.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()])
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in marks])
+    backend.add_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()]
+    )
+    backend.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in marks]
+    )
     if begins or ends:
         ids = [(token, backend.token_to_id(token)) for token in SPECIAL.values()]
         single = f"{'<s> ' if begins else ''}$A{' </s>' if ends else ''}"
-        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=ids
+        )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
     tokenizer.chat_template = template
     return tokenizer
@@ -55,7 +79,9 @@ def make_word_pieces(template: str | None = None) -> Any:
     backend.normalizer = normalizers.BertNormalizer(lowercase=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    backend.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()])
+    backend.add_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
     tokenizer.chat_template = template
     return tokenizer
@@ -65,7 +91,9 @@ def _byte_level(scheme: str) -> Tokenizer:
     merges = _merges("Ġ")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(_numbered([*letters, *map("".join, merges)]), merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=scheme == "bytes with a blank")
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=scheme == "bytes with a blank"
+    )
     if scheme == "tiktoken":
         split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,7 +106,12 @@ def _pieces(scheme: str) -> Tokenizer:
     blank = "▁"
     merges = _merges(blank)
     characters = [blank, *map(chr, range(33, 127))]
-    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, *map("".join, merges)]
+    tokens = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *characters,
+        *map("".join, merges),
+    ]
     if scheme == "unigram":
         scores = [(token, -float(9 - len(token))) for token in dict.fromkeys(tokens)]
         backend = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))

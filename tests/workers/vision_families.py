@@ -37,7 +37,11 @@ TOWER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }  # of a ViT
-MERGING = {"num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}  # of a Qwen or GLM tower
+MERGING = {
+    "num_heads": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}  # of a Qwen or GLM tower
 GATED_DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -86,7 +90,10 @@ CHAT = (
 def pictures() -> list[Image.Image]:
     """Noise of different sizes and shapes."""
     random = np.random.default_rng(0)
-    return [Image.fromarray(random.integers(0, 256, (h, w, 3)).astype("uint8")) for w, h in SIZES]
+    return [
+        Image.fromarray(random.integers(0, 256, (h, w, 3)).astype("uint8"))
+        for w, h in SIZES
+    ]
 
 
 def save_tiny_vision_model(family: str, folder: Path, **overrides: Any) -> Path:
@@ -96,7 +103,9 @@ def save_tiny_vision_model(family: str, folder: Path, **overrides: Any) -> Path:
     for name, value in overrides.items():
         setattr(config.get_text_config(), name, value)
     model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # large enough that log-probs are far from uniform, and images matter
+    with (
+        torch.no_grad()
+    ):  # large enough that log-probs are far from uniform, and images matter
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.15)
@@ -111,15 +120,20 @@ def save_tiny_vision_model(family: str, folder: Path, **overrides: Any) -> Path:
 def _name_as_published(file: Path) -> None:
     """Name a CLIP tower as LLaVA's files do. Transformers reads both names, vLLM only these."""
     weights = {
-        name.replace("tower.", "tower.vision_model."): weight for name, weight in load_file(file).items()
+        name.replace("tower.", "tower.vision_model."): weight
+        for name, weight in load_file(file).items()
     }
     save_file(weights, file, {"format": "pt"})
 
 
-def byte_tokenizer(extra: Iterable[str] = (), named: dict[str, str] | None = None, **settings: Any) -> Any:
+def byte_tokenizer(
+    extra: Iterable[str] = (), named: dict[str, str] | None = None, **settings: Any
+) -> Any:
     """Bytes and special tokens. named: tokens that processors find as attributes of the tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
+    bytewise = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[])
+    )
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
     named = named or {}
@@ -134,7 +148,9 @@ def byte_tokenizer(extra: Iterable[str] = (), named: dict[str, str] | None = Non
 def _text(tokenizer: Any, **settings: Any) -> dict[str, Any]:
     pad = tokenizer.pad_token_id
     return (
-        TEXT | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad, "bos_token_id": pad} | settings
+        TEXT
+        | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad, "bos_token_id": pad}
+        | settings
     )
 
 
@@ -146,24 +162,47 @@ def _qwen(family: str) -> Built:
     names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     tokenizer = byte_tokenizer(names)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(names))
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+    }
     text, patch = _text(tokenizer), 14
     if family == "qwen2_vl":
         classes = hf.Qwen2VLConfig, hf.Qwen2VLProcessor, hf.Qwen2VLVideoProcessor
         tower = {"depth": 2, "embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
     elif family == "qwen2_5_vl":
         classes = hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor
-        tower = {"depth": 2, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
+        tower = {
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": HIDDEN,
+            "intermediate_size": 64,
+        }
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     elif family == "qwen3_5":
         classes = hf.Qwen3_5Config, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
-        tower = {"depth": 2, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
+        tower = {
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": HIDDEN,
+            "intermediate_size": 64,
+        }
         tower |= {"num_position_embeddings": 64}
-        rope |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        rope |= {
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        }
         text, patch = _text(tokenizer, **GATED_DELTA, head_dim=32), 16
     else:
         classes = hf.Qwen3VLConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
-        tower = {"depth": 3, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
+        tower = {
+            "depth": 3,
+            "hidden_size": 32,
+            "out_hidden_size": HIDDEN,
+            "intermediate_size": 64,
+        }
         tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
         rope |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
         text, patch = _text(tokenizer, head_dim=32), 16
@@ -177,17 +216,29 @@ def _qwen(family: str) -> Built:
         tie_word_embeddings=False,
     )
     area = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2}
-    images = hf.Qwen2VLImageProcessor(patch_size=patch, merge_size=2, temporal_patch_size=2, size=area)
+    images = hf.Qwen2VLImageProcessor(
+        patch_size=patch, merge_size=2, temporal_patch_size=2, size=area
+    )
     return config, classes[1](
-        image_processor=images, tokenizer=tokenizer, video_processor=classes[2](), chat_template=_chat(family)
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=classes[2](),
+        chat_template=_chat(family),
     )
 
 
 def _glm4v(family: str) -> Built:
     names = [f"<|{name}|>" for name in ("image", "video")]
-    names += [f"<|{side}_of_{name}|>" for name in ("image", "video") for side in ("begin", "end")]
+    names += [
+        f"<|{side}_of_{name}|>" for name in ("image", "video") for side in ("begin", "end")
+    ]
     tokenizer = byte_tokenizer(names)
-    keys = ("image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id")
+    keys = (
+        "image_token_id",
+        "video_token_id",
+        "image_start_token_id",
+        "image_end_token_id",
+    )
     keys += ("video_start_token_id", "video_end_token_id")
     rope = {
         "rope_type": "default",
@@ -209,10 +260,15 @@ def _glm4v(family: str) -> Built:
         **dict(zip(keys, tokenizer.convert_tokens_to_ids(names), strict=True)),
     )
     area = {"shortest_edge": 2 * 28**2, "longest_edge": 2 * 112**2}
-    images = hf.Glm4vImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, size=area)
+    images = hf.Glm4vImageProcessor(
+        patch_size=14, merge_size=2, temporal_patch_size=2, size=area
+    )
     videos = hf.Glm4vVideoProcessor()
     return config, hf.Glm4vProcessor(
-        image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=_chat(family)
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=videos,
+        chat_template=_chat(family),
     )
 
 
@@ -222,7 +278,9 @@ def _gemma3(family: str) -> Built:
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
     }
-    tokenizer = byte_tokenizer(["<bos>", *("\n" * n for n in range(1, 5))], named, bos_token="<bos>")
+    tokenizer = byte_tokenizer(
+        ["<bos>", *("\n" * n for n in range(1, 5))], named, bos_token="<bos>"
+    )
     image, start, end = tokenizer.convert_tokens_to_ids(list(named.values()))
     layers = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
     config = hf.Gemma3Config(
@@ -235,7 +293,10 @@ def _gemma3(family: str) -> Built:
     )
     images = hf.Gemma3ImageProcessor(size={"height": 56, "width": 56})
     return config, hf.Gemma3Processor(
-        image_processor=images, tokenizer=tokenizer, image_seq_length=4, chat_template=_chat(family)
+        image_processor=images,
+        tokenizer=tokenizer,
+        image_seq_length=4,
+        chat_template=_chat(family),
     )
 
 
@@ -247,7 +308,9 @@ def _idefics3(family: str) -> Built:
         "global_image_token": "<global-img>",
         "end_of_utterance_token": "<end_of_utterance>",
     }
-    tokenizer = byte_tokenizer([f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)], named)
+    tokenizer = byte_tokenizer(
+        [f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)], named
+    )
     is_smol = family == "smolvlm"
     config = (hf.SmolVLMConfig if is_smol else hf.Idefics3Config)(
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -263,13 +326,22 @@ def _idefics3(family: str) -> Built:
     )
     videos = {"video_processor": hf.SmolVLMVideoProcessor()} if is_smol else {}
     return config, (hf.SmolVLMProcessor if is_smol else hf.Idefics3Processor)(
-        image_processor=images, tokenizer=tokenizer, image_seq_len=4, chat_template=_chat(family), **videos
+        image_processor=images,
+        tokenizer=tokenizer,
+        image_seq_len=4,
+        chat_template=_chat(family),
+        **videos,
     )
 
 
 def _llava(family: str) -> Built:
     tokenizer = byte_tokenizer(["<image>"])
-    clip = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "projection_dim": 32}
+    clip = {
+        "model_type": "clip_vision_model",
+        "image_size": 56,
+        "patch_size": 14,
+        "projection_dim": 32,
+    }
     config = hf.LlavaConfig(
         text_config=_text(tokenizer, model_type="llama"),
         vision_config=TOWER | clip,
@@ -279,7 +351,9 @@ def _llava(family: str) -> Built:
         vision_feature_select_strategy="default",
         tie_word_embeddings=False,
     )
-    images = hf.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    images = hf.CLIPImageProcessor(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+    )
     return config, hf.LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
@@ -302,7 +376,9 @@ def _internvl(family: str) -> Built:
         downsample_ratio=0.5,
         tie_word_embeddings=False,
     )
-    images = hf.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=False)
+    images = hf.GotOcr2ImageProcessor(
+        size={"height": 56, "width": 56}, crop_to_patches=False
+    )
     return config, hf.InternVLProcessor(
         image_processor=images,
         tokenizer=tokenizer,
@@ -323,13 +399,18 @@ def _pixtral(family: str) -> Built:
             "projector_hidden_act": "gelu",
         }
     config = (hf.Mistral3Config if is_mistral else hf.LlavaConfig)(
-        text_config=_text(tokenizer, model_type="mistral", head_dim=32, sliding_window=None),
-        vision_config=TOWER | {"model_type": "pixtral", "image_size": 112, "patch_size": 14, "head_dim": 8},
+        text_config=_text(
+            tokenizer, model_type="mistral", head_dim=32, sliding_window=None
+        ),
+        vision_config=TOWER
+        | {"model_type": "pixtral", "image_size": 112, "patch_size": 14, "head_dim": 8},
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         tie_word_embeddings=False,
         **own,
     )
-    images = hf.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
+    images = hf.PixtralImageProcessor(
+        size={"longest_edge": 112}, patch_size={"height": 14, "width": 14}
+    )
     return config, hf.PixtralProcessor(
         image_processor=images,
         tokenizer=tokenizer,

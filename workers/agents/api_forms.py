@@ -24,7 +24,9 @@ def error_body(path: str, status: int, message: str) -> bytes:
     error: dict[str, Any] = {"type": kind, "message": message}
     anthropic = "/v1/messages" in path
     document = (
-        {"type": "error", "error": error} if anthropic else {"error": error | {"param": None, "code": status}}
+        {"type": "error", "error": error}
+        if anthropic
+        else {"error": error | {"param": None, "code": status}}
     )
     return json.dumps(document).encode()
 
@@ -63,15 +65,32 @@ def _parts(document: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     OpenAI's form.
     """
     for choice in document.get("choices") or ():  # chat and completions
-        yield choice["index"], choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+        yield (
+            choice["index"],
+            choice.get("message") or choice.get("delta") or {"content": choice.get("text")},
+        )
     for number, item in enumerate(document.get("output") or ()):  # responses
         if item["type"] == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
-            yield 0, {"tool_calls": [{"index": number, "id": item["call_id"], "function": function}]}
+            yield (
+                0,
+                {
+                    "tool_calls": [
+                        {"index": number, "id": item["call_id"], "function": function}
+                    ]
+                },
+            )
         elif item["type"] == "message":
             yield 0, {"content": "".join(part.get("text", "") for part in item["content"])}
         elif item["type"] == "reasoning":
-            yield 0, {"reasoning": "".join(part.get("text", "") for part in item.get("content") or ())}
+            yield (
+                0,
+                {
+                    "reasoning": "".join(
+                        part.get("text", "") for part in item.get("content") or ()
+                    )
+                },
+            )
     blocks = document.get("content") if document.get("role") == "assistant" else None
     for number, block in enumerate(blocks or ()):  # messages
         yield 0, _block(number, block)

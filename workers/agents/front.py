@@ -28,9 +28,13 @@ from workers.errors import ConfigError, EpisodeError
 from workers.http_limits import guard_protocols
 
 ASK_SECONDS = 20.0  # that a request waits for a session
-RETURN_SECONDS = 30.0  # that a recorded session waits for its agent, before another starts it again
+RETURN_SECONDS = (
+    30.0  # that a recorded session waits for its agent, before another starts it again
+)
 AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
-SERVER_ERRORS = 10  # of a request, which an engine that dies may cause, before its agent sees one
+SERVER_ERRORS = (
+    10  # of a request, which an engine that dies may cause, before its agent sees one
+)
 STOP_SECONDS = 1.0  # for open requests
 BACKLOG = 4096
 HEAD_BYTES = 4096  # of an answer, which hold its id
@@ -76,12 +80,18 @@ class _Held:
 
     def deliver(self, head: bytes) -> None:
         """Note which answers begin so."""
-        self.delivered |= {name for node in self.record.nodes for name in node.names if name.encode() in head}
+        self.delivered |= {
+            name
+            for node in self.record.nodes
+            for name in node.names
+            if name.encode() in head
+        }
 
     def seen(self) -> SessionRecord:
         """The record, in which a turn counts as received if the agent has its answer."""
         nodes = [
-            replace(node, received=not self.delivered.isdisjoint(node.names)) for node in self.record.nodes
+            replace(node, received=not self.delivered.isdisjoint(node.names))
+            for node in self.record.nodes
         ]
         return replace(self.record, nodes=tuple(nodes))
 
@@ -91,7 +101,9 @@ class SessionFront:
     event loop.
     """
 
-    def __init__(self, key: str, host: str, port: int, *, max_request_mib: float, timeout_s: float) -> None:
+    def __init__(
+        self, key: str, host: str, port: int, *, max_request_mib: float, timeout_s: float
+    ) -> None:
         """key: of agents that ask for sessions. timeout_s: rollout.agent_timeout_s."""
         self._key = key
         self._host = host
@@ -148,7 +160,10 @@ class SessionFront:
         if held is None:
             held = self._held[name] = _Held(task, record)
             held.delivered = {
-                response_id for node in record.nodes if node.received for response_id in node.names
+                response_id
+                for node in record.nodes
+                if node.received
+                for response_id in node.names
             }
             wait_s = RETURN_SECONDS if record.nodes else 0.0
             asyncio.get_running_loop().call_later(wait_s, self._waiting.put_nowait, name)
@@ -168,11 +183,15 @@ class SessionFront:
     async def play(self, name: str, url: str, key: str) -> None:
         """Pass requests on to this session of a gateway until the agent ends it."""
         await self.start()
-        held = self._held.setdefault(name, _Held(None, SessionRecord()))  # a restarted front knows none
+        held = self._held.setdefault(
+            name, _Held(None, SessionRecord())
+        )  # a restarted front knows none
         held.taken.set()
         old_client = held.client
         held.place = (url, key)
-        held.client = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None))
+        held.client = ClientSession(
+            connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None)
+        )
         if old_client is not None:
             await old_client.close()  # what waits there tries again here
         held.placed.set()
@@ -215,13 +234,20 @@ class SessionFront:
         held = None
         while held is None or held.taken.is_set():
             try:
-                name = await asyncio.wait_for(self._waiting.get(), deadline - time.monotonic())
+                name = await asyncio.wait_for(
+                    self._waiting.get(), deadline - time.monotonic()
+                )
             except TimeoutError:
                 return web.Response(status=204, headers={"Retry-After": "1"})
             held = self._held.get(name)
         held.taken.set()
         url = f"{origin}/sessions/{name}"
-        access = {"id": name, "base_url": f"{url}/v1", "session_url": url, "api_key": self.key_of(name)}
+        access = {
+            "id": name,
+            "base_url": f"{url}/v1",
+            "session_url": url,
+            "api_key": self.key_of(name),
+        }
         return web.json_response(access | {"record": held.task}, dumps=as_json)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
@@ -249,7 +275,9 @@ class SessionFront:
         self._check(request, self.key_of(name), self._key)
         held = self._held.get(name)
         if held is None or not (held.taken.is_set() or held.record.nodes):
-            raise web.HTTPNotFound(text="No such session is under way. Ask for one: POST /sessions.")
+            raise web.HTTPNotFound(
+                text="No such session is under way. Ask for one: POST /sessions."
+            )
         if not held.taken.is_set():
             held.goes_on = True
             held.taken.set()
@@ -260,8 +288,12 @@ class SessionFront:
         credential = request.headers.get("x-api-key") or request.headers.get(
             "Authorization", ""
         ).removeprefix("Bearer ")
-        sent = credential.encode(errors="surrogateescape")  # which stands for bytes that are not UTF-8
-        if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):  # `any` would stop at the first
+        sent = credential.encode(
+            errors="surrogateescape"
+        )  # which stands for bytes that are not UTF-8
+        if not sum(
+            hmac.compare_digest(sent, key.encode()) for key in keys
+        ):  # `any` would stop at the first
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
     async def _relay(self, request: web.Request, held: _Held) -> web.StreamResponse:
@@ -269,7 +301,11 @@ class SessionFront:
         one.
         """
         body, answer, errors = await request.read(), None, 0
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in KEPT_HERE}
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in KEPT_HERE
+        }
         while not held.ended.is_set():
             await held.placed.wait()
             assert held.client is not None
@@ -283,13 +319,19 @@ class SessionFront:
                     if response.status >= 500 and errors < SERVER_ERRORS:
                         errors += 1
                         raise ClientError
-                    content = b"" if response.content_type == "text/event-stream" else await response.read()
+                    content = (
+                        b""
+                        if response.content_type == "text/event-stream"
+                        else await response.read()
+                    )
                     answer_headers = {
                         name: value
                         for name, value in response.headers.items()
                         if name.lower() not in KEPT_HERE
                     }
-                    answer = web.StreamResponse(status=response.status, headers=answer_headers)
+                    answer = web.StreamResponse(
+                        status=response.status, headers=answer_headers
+                    )
                     head = content[:HEAD_BYTES]
                     await answer.prepare(request)
                     await answer.write(content)

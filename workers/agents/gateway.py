@@ -50,7 +50,9 @@ BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
 # vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
 CALL_WITHOUT_ARGUMENTS = re.compile(rb'("function":\{"name":"(?:[^"\\]|\\.)*")\}')
-KEEP_ALIVE_SECONDS = 600  # clients keep connections: with a short time, they write to one that closes
+KEEP_ALIVE_SECONDS = (
+    600  # clients keep connections: with a short time, they write to one that closes
+)
 Event = dict[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
@@ -134,14 +136,22 @@ class ServedSession(OpenSession):
     exchanges: set[Exchange] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def find_repeated(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
+    def find_repeated(
+        self, request: bytes, idempotency: bytes, retried: bool
+    ) -> Exchange | None:
         """Return the exchange that a request repeats: of its key, one that a client left, or for
         a retry any.
         """
         same = [exchange for exchange in self.exchanges if exchange.request == request]
-        matches = [exchange for exchange in same if idempotency and exchange.idempotency == idempotency]
+        matches = [
+            exchange
+            for exchange in same
+            if idempotency and exchange.idempotency == idempotency
+        ]
         matches = (
-            matches or [exchange for exchange in same if exchange.abandoned] or (same if retried else [])
+            matches
+            or [exchange for exchange in same if exchange.abandoned]
+            or (same if retried else [])
         )
         return max(matches, key=lambda exchange: exchange.began, default=None)
 
@@ -188,8 +198,17 @@ class Gateway:
 
         listener = socket.create_server((host, 0), backlog=4096)
         address, port = listener.getsockname()[:2]
-        settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
-        settings |= {"server_header": False, "date_header": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
+        settings: dict[str, Any] = {
+            "lifespan": "off",
+            "ws": "none",
+            "log_config": None,
+            "access_log": False,
+        }
+        settings |= {
+            "server_header": False,
+            "date_header": False,
+            "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        }
         self._server = uvicorn.Server(uvicorn_config(app, **settings))
         self._server.capture_signals = nullcontext  # they are the actor's
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -222,7 +241,14 @@ class Gateway:
         name = quote(session.name, safe="")
         key = new_session_key()
         self._open[name] = ServedSession(
-            session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns
+            session,
+            sampling,
+            seed,
+            options,
+            priority,
+            image_pixels,
+            key=key,
+            on_turns=on_turns,
         )
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
 
@@ -249,10 +275,17 @@ class Gateway:
         try:
             await self._answer(scope, path, dict(scope["headers"]), receive, send)
         except RefusedError as refused:
-            await _send(send, refused.status, error_body(path, refused.status, str(refused)))
+            await _send(
+                send, refused.status, error_body(path, refused.status, str(refused))
+            )
 
     async def _answer(
-        self, scope: Event, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send
+        self,
+        scope: Event,
+        path: str,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        send: Send,
     ) -> None:
         match = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
         if match is None:
@@ -260,7 +293,9 @@ class Gateway:
         opened = self._find_session(match[1], headers)
         route = match[2] or ""
         if (scope["method"], route) not in ROUTES:
-            raise RefusedError(404, f"{scope['method']} {route or '/'}: a session has no such route.")
+            raise RefusedError(
+                404, f"{scope['method']} {route or '/'}: a session has no such route."
+            )
         body = await self._body(headers, receive)
         if body is None:  # the client has left
             return
@@ -272,17 +307,22 @@ class Gateway:
         delivered = await exchange.deliver(receive, send)
         for node in exchange.nodes:
             node.received = node.received or delivered
-        exchange.abandoned = not delivered and not any(node.received for node in exchange.nodes)
+        exchange.abandoned = not delivered and not any(
+            node.received for node in exchange.nodes
+        )
         if exchange.done and not exchange.nodes:  # a retry is another try
             opened.exchanges.discard(exchange)
 
     def _find_session(self, name: str, headers: dict[bytes, bytes]) -> ServedSession:
         """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
-        credential = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        credential = headers.get(b"x-api-key") or headers.get(
+            b"authorization", b""
+        ).removeprefix(b"Bearer ")
         opened = self._open.get(name)
         if opened is None or not hmac.compare_digest(credential, opened.key.encode()):
             raise RefusedError(
-                401, "the key does not belong to an open session. Use the session's URL and key."
+                401,
+                "the key does not belong to an open session. Use the session's URL and key.",
             )
         return opened
 
@@ -290,7 +330,8 @@ class Gateway:
         """Read a request. Returns None if the client leaves before its end."""
         limit = int(self._limits.max_request_mib * 2**20)
         too_large = RefusedError(
-            413, f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body."
+            413,
+            f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body.",
         )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
@@ -309,11 +350,18 @@ class Gateway:
                     if not event.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
-            raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
+            raise RefusedError(
+                408, f"the body did not arrive within {BODY_SECONDS:g} s."
+            ) from None
         return None
 
     def _exchange(
-        self, opened: ServedSession, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes
+        self,
+        opened: ServedSession,
+        scope: Event,
+        route: str,
+        headers: dict[bytes, bytes],
+        body: bytes,
     ) -> Exchange:
         """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's
         limit.
@@ -332,9 +380,12 @@ class Gateway:
         limit = self._limits.max_concurrent_requests
         if len(opened.tasks) >= limit:
             raise RefusedError(
-                429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way."
+                429,
+                f"rollout.gateway.max_concurrent_requests={limit}: as many are under way.",
             )
-        exchange = Exchange(request, idempotency, headers.get(SEAT, b"").decode(errors="replace"))
+        exchange = Exchange(
+            request, idempotency, headers.get(SEAT, b"").decode(errors="replace")
+        )
         opened.exchanges.add(exchange)
         task = asyncio.create_task(self._run(opened, exchange, scope, route, body))
         opened.tasks.add(task)
@@ -342,16 +393,32 @@ class Gateway:
         return exchange
 
     async def _run(
-        self, opened: ServedSession, exchange: Exchange, scope: Event, route: str, body: bytes
+        self,
+        opened: ServedSession,
+        exchange: Exchange,
+        scope: Event,
+        route: str,
+        body: bytes,
     ) -> None:
         """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change
         it.
         """
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        scope = {
+            **scope,
+            "path": route,
+            "raw_path": route.encode(),
+            "query_string": b"",
+            "headers": headers,
+        }
         call = SessionRequest(opened, route in SAMPLED, len(body))
         CALL.set(call)
-        request_events: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
+        request_events: list[Event] = [
+            {"type": "http.request", "body": body, "more_body": False}
+        ]
 
         async def receive() -> Event:
             if request_events:
@@ -361,8 +428,17 @@ class Gateway:
 
         async def put(event: Event) -> None:
             if event.get("body", b"").startswith(b"data: "):
-                event = event | {"body": CALL_WITHOUT_ARGUMENTS.sub(rb'\1,"arguments":""}', event["body"])}
-            if call.done or route not in SAMPLED or exchange.held or event.get("status", 200) >= 400:
+                event = event | {
+                    "body": CALL_WITHOUT_ARGUMENTS.sub(
+                        rb'\1,"arguments":""}', event["body"]
+                    )
+                }
+            if (
+                call.done
+                or route not in SAMPLED
+                or exchange.held
+                or event.get("status", 200) >= 400
+            ):
                 exchange.held.append(event)
             else:
                 exchange.tell(event)
@@ -373,7 +449,11 @@ class Gateway:
             last = await self._end_exchange(opened, exchange, call, route)
         except Exception as error:
             exchange.nodes = []  # nobody receives them
-            last = [] if exchange.events else _events(500, error_body(route, 500, describe_error(error)))
+            last = (
+                []
+                if exchange.events
+                else _events(500, error_body(route, 500, describe_error(error)))
+            )
         finally:
             call.reserved.close()
             exchange.tell(*last, done=True)
@@ -383,7 +463,11 @@ class Gateway:
     ) -> list[Event]:
         """Add the answer's turns to the session, and return the answer's last events."""
         if exchange.cancelled.is_set():
-            return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
+            return (
+                []
+                if exchange.events
+                else _events(410, error_body(route, 410, "the session is closed."))
+            )
         events = [*exchange.events, *exchange.held]
         status = int(events[0]["status"])
         body = b"".join(event.get("body", b"") for event in events)
@@ -394,7 +478,10 @@ class Gateway:
             for node in exchange.nodes:
                 node.names += [exchange.seat] if exchange.seat else []
                 node.joined += exchange.joined
-                node.began, node.seconds = exchange.began - opened.began, time.monotonic() - exchange.began
+                node.began, node.seconds = (
+                    exchange.began - opened.began,
+                    time.monotonic() - exchange.began,
+                )
             if opened.on_turns is not None:
                 await opened.on_turns(exchange.nodes)
         if status >= 400 and not exchange.events:
@@ -441,7 +528,10 @@ async def _send(send: Send, status: int, body: bytes) -> None:
 
 
 def _events(status: int, body: bytes) -> list[Event]:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     start = {"type": "http.response.start", "status": status, "headers": headers}
     return [start, {"type": "http.response.body", "body": body}]
 
@@ -455,4 +545,6 @@ def _reward(session: Session, body: bytes) -> None:
     except DataError as error:
         raise RefusedError(400, str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise RefusedError(400, 'the body is not {"reward": number, "response_id": optional}.') from None
+        raise RefusedError(
+            400, 'the body is not {"reward": number, "response_id": optional}.'
+        ) from None

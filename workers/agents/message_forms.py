@@ -12,7 +12,11 @@ from workers.errors import DataError
 from workers.rendering import IMAGE_PART, Messages, Options, Renderer
 
 QUESTION = {"role": "user", "content": "question"}
-CALL = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": "1"}}}
+CALL = {
+    "type": "function",
+    "id": "call00000",
+    "function": {"name": "add", "arguments": {"a": "1"}},
+}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 AROUND: dict[str, tuple[Messages, Messages]] = {
     "system": ([], [QUESTION]),  # some templates write it into the user's turn
@@ -33,22 +37,32 @@ class MessageForms:
         Raises DataError, naming `where`, for what the template cannot take.
         """
         return [
-            self._message(message, options) for message in self._renderer.as_read(messages, where, options)
+            self._message(message, options)
+            for message in self._renderer.as_read(messages, where, options)
         ]
 
     def _message(self, message: dict[str, Any], options: Options) -> dict[str, Any]:
         content = message.get("content")
         if not isinstance(content, list):
             return message
-        shape = tuple(bool(part["text"]) if part["type"] == "text" else None for part in content)
-        others = sorted((name, repr(value)) for name, value in options.items() if name != "tools")
+        shape = tuple(
+            bool(part["text"]) if part["type"] == "text" else None for part in content
+        )
+        others = sorted(
+            (name, repr(value)) for name, value in options.items() if name != "tools"
+        )
         key = (message["role"], shape, bool(options.get("tools")), *others)
         if key not in self._joins:
             self._joins[key] = self._writes_parts_joined(message["role"], shape, options)
         return message | {"content": _join_texts(content)} if self._joins[key] else message
 
-    def _writes_parts_joined(self, role: str, shape: tuple[bool | None, ...], options: Options) -> bool:
-        texts = [f" probe {place} \n" if is_filled else "" for place, is_filled in enumerate(shape)]
+    def _writes_parts_joined(
+        self, role: str, shape: tuple[bool | None, ...], options: Options
+    ) -> bool:
+        texts = [
+            f" probe {place} \n" if is_filled else ""
+            for place, is_filled in enumerate(shape)
+        ]
         parts = [
             IMAGE_PART if is_filled is None else {"type": "text", "text": text}
             for is_filled, text in zip(shape, texts, strict=True)
@@ -57,13 +71,17 @@ class MessageForms:
         try:
             rendered, joined = (
                 self._renderer.text(
-                    [*before, {"role": role, "content": content}, *behind], "a probe", **options
+                    [*before, {"role": role, "content": content}, *behind],
+                    "a probe",
+                    **options,
                 )
                 for content in (parts, _join_texts(parts))
             )
         except DataError:
             return False
-        shown = [text.strip() for is_filled, text in zip(shape, texts, strict=True) if is_filled]
+        shown = [
+            text.strip() for is_filled, text in zip(shape, texts, strict=True) if is_filled
+        ]
         return rendered == joined and all(text in rendered for text in shown)
 
 

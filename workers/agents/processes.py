@@ -27,10 +27,18 @@ import cloudpickle
 from workers.batch.score import Score, as_score
 from workers.errors import LONGEST_QUOTE, EpisodeError
 from workers.user_code.environments import EnvironmentPool, call, result_of
-from workers.user_code.process import EXIT_SECONDS, LONGEST_ANSWER, LONGEST_LINE, Fork, end_with_parent
+from workers.user_code.process import (
+    EXIT_SECONDS,
+    LONGEST_ANSWER,
+    LONGEST_LINE,
+    Fork,
+    end_with_parent,
+)
 from workers.user_code.session_keys import hide_session_keys
 
-LONGEST_TRACEBACK = 300  # lines of a command's errors that are searched for the cause of its end
+LONGEST_TRACEBACK = (
+    300  # lines of a command's errors that are searched for the cause of its end
+)
 RUNNER = "workers.agents.processes:Runner"
 WATCH_SECONDS = 0.5
 GIB = 2**30
@@ -41,11 +49,22 @@ Session = tuple[dict[str, Any], dict[str, str]]
 def session_variables(base_url: str, session_url: str, key: str) -> dict[str, str]:
     """Return the environment variables by which stock clients find a session."""
     # Clients read either name, and users set either.
-    hosts = [os.environ.get("NO_PROXY", ""), os.environ.get("no_proxy", ""), urlsplit(base_url).hostname]
+    hosts = [
+        os.environ.get("NO_PROXY", ""),
+        os.environ.get("no_proxy", ""),
+        urlsplit(base_url).hostname,
+    ]
     direct = ",".join(dict.fromkeys(filter(None, hosts)))
     openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
-    anthropic = {"ANTHROPIC_BASE_URL": session_url, "ANTHROPIC_API_KEY": key}  # its clients add /v1
-    return openai | anthropic | {"BALLAST_SESSION_URL": session_url, "NO_PROXY": direct, "no_proxy": direct}
+    anthropic = {
+        "ANTHROPIC_BASE_URL": session_url,
+        "ANTHROPIC_API_KEY": key,
+    }  # its clients add /v1
+    return (
+        openai
+        | anthropic
+        | {"BALLAST_SESSION_URL": session_url, "NO_PROXY": direct, "no_proxy": direct}
+    )
 
 
 class AgentPool(EnvironmentPool):
@@ -54,10 +73,14 @@ class AgentPool(EnvironmentPool):
     player = RUNNER
     closes = False
 
-    def __init__(self, agent: bytes | str, timeout_s: float, *, memory_gib: float, processes: int) -> None:
+    def __init__(
+        self, agent: bytes | str, timeout_s: float, *, memory_gib: float, processes: int
+    ) -> None:
         """agent: a function, pickled, or a command line. memory_gib, processes: limits of a session."""
         super().__init__(agent, timeout_s)
-        self.setting = "rollout.agent_command" if isinstance(agent, str) else "rollout.agent"
+        self.setting = (
+            "rollout.agent_command" if isinstance(agent, str) else "rollout.agent"
+        )
         self._memory_gib = memory_gib
         self._processes = processes
         self._running: dict[Fork, str] = {}  # why it was killed
@@ -90,7 +113,9 @@ class AgentPool(EnvironmentPool):
     async def _watch(self) -> None:
         while self._running:
             await asyncio.sleep(WATCH_SECONDS)
-            for process, reason in await self._in_thread(self._too_large, list(self._running)):
+            for process, reason in await self._in_thread(
+                self._too_large, list(self._running)
+            ):
                 if process in self._running:
                     self._running[process] = f"its processes took {reason}"
                     await self._in_thread(process.end)
@@ -110,9 +135,18 @@ class AgentPool(EnvironmentPool):
                 with suppress(psutil.Error):
                     used.append(psutil.Process(pid).memory_info().rss / GIB)
             if sum(used) > self._memory_gib:
-                offenders.append((process, f"more memory than rollout.agent_memory_gib={self._memory_gib:g}"))
-            if sum(map(bool, used)) > self._processes:  # without zombies, which have no memory
-                offenders.append((process, f"more than rollout.agent_processes={self._processes}"))
+                offenders.append(
+                    (
+                        process,
+                        f"more memory than rollout.agent_memory_gib={self._memory_gib:g}",
+                    )
+                )
+            if (
+                sum(map(bool, used)) > self._processes
+            ):  # without zombies, which have no memory
+                offenders.append(
+                    (process, f"more than rollout.agent_processes={self._processes}")
+                )
         return offenders
 
 
@@ -124,7 +158,9 @@ class Runner:
 
     def __init__(self, agent: bytes | str) -> None:
         self._run = cloudpickle.loads(agent) if isinstance(agent, bytes) else command(agent)
-        self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
+        self._runner = (
+            asyncio.Runner()
+        )  # its event loop comes with the first run, after the fork
 
     def __call__(self, request: tuple[str, Session], reply: Callable[[Any], None]) -> None:
         _, (record, variables) = request
@@ -132,7 +168,9 @@ class Runner:
         access = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
         value = self._runner.run(result_of(self._run(record, *access)))
         score = None if value is None else as_score(value, "", source="the agent")
-        reply(score and {"reward": score.reward, "parts": score.parts, "answer": score.answer})
+        reply(
+            score and {"reward": score.reward, "parts": score.parts, "answer": score.answer}
+        )
 
 
 def command(line: str) -> Callable[..., Any]:
@@ -162,11 +200,15 @@ def command(line: str) -> Callable[..., Any]:
             reader.start()
         code = process.wait()
         for reader in readers:
-            reader.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
+            reader.join(
+                EXIT_SECONDS
+            )  # longer only if a process that it left behind holds the stream
         if code:
             end = str(subprocess.CalledProcessError(code, line)).rstrip(".")
             error = hide_session_keys(error_in(list(last_errors)))[:LONGEST_QUOTE]
-            raise EpisodeError((f"{end}: {error}" if error else end) + _shadowing_file(line, error))
+            raise EpisodeError(
+                (f"{end}: {error}" if error else end) + _shadowing_file(line, error)
+            )
         return reward_in(b"".join(last_line))
 
     return run
@@ -175,7 +217,9 @@ def command(line: str) -> Callable[..., Any]:
 def reward_in(last_line: bytes) -> Any:
     """Return the reward that a command printed last, or None. Raises EpisodeError if the line is too long."""
     if len(last_line) > LONGEST_ANSWER:
-        raise EpisodeError(f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes")
+        raise EpisodeError(
+            f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes"
+        )
     with suppress(ValueError):
         value = json.loads(last_line)
         return value if isinstance(value, dict) and "reward" in value else None
@@ -212,7 +256,9 @@ def error_in(lines: list[str]) -> str:
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
     if not starts:
         return lines[-1].strip() if lines else ""
-    error = dropwhile(lambda line: line[0].isspace(), lines[starts[-1] + 1 :])  # behind the lines of code
+    error = dropwhile(
+        lambda line: line[0].isspace(), lines[starts[-1] + 1 :]
+    )  # behind the lines of code
     return " ".join(" ".join(error).split())
 
 
@@ -229,4 +275,6 @@ def _shadowing_file(line: str, error: str) -> str:
 
 def as_json(record: dict[str, Any]) -> str:
     """Write a record. Arrays become lists, other objects texts."""
-    return json.dumps(record, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+    return json.dumps(
+        record, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)
+    )

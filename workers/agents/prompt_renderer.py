@@ -53,7 +53,9 @@ class PromptRenderer:
         """Return a chat's messages, cleaned, with data: URLs in their images' parts. Raises DataError."""
         if not raw_messages:
             raise DataError("the request has no messages.")
-        messages: Messages = clean_prompt([chat_message(message) for message in raw_messages], WHERE)
+        messages: Messages = clean_prompt(
+            [chat_message(message) for message in raw_messages], WHERE
+        )
         urls = [part.get("image") for part in image_parts(messages)]
         if not all(isinstance(url, str) and url.startswith("data:") for url in urls):
             raise DataError(
@@ -61,72 +63,110 @@ class PromptRenderer:
                 "agents. Send data:image/png;base64,..."
             )
         if urls and self._renderer.placeholders is None:
-            raise DataError("the request has images, which the model does not read. Send text alone.")
+            raise DataError(
+                "the request has images, which the model does not read. Send text alone."
+            )
         return messages
 
-    def read(self, opened: OpenSession, messages: Messages, options: Options) -> RenderedPrompt:
+    def read(
+        self, opened: OpenSession, messages: Messages, options: Options
+    ) -> RenderedPrompt:
         """Read a chat. Raises DataError if the template cannot render it."""
         images = [opened.image(part["image"]) for part in image_parts(messages)]
-        messages = with_image_parts(messages, [IMAGE_PART | {"image": image} for image in images])
+        messages = with_image_parts(
+            messages, [IMAGE_PART | {"image": image} for image in images]
+        )
         digests = [IMAGE_PART | {"digest": f"{image.digest:016x}"} for image in images]
         bare = with_image_parts(messages, [IMAGE_PART] * len(images))
         forms = with_image_parts(self._forms.of(bare, WHERE, options), digests)
         session_request = replace(
-            opened.session.find(forms, options), messages=with_image_parts(messages, digests)
+            opened.session.find(forms, options),
+            messages=with_image_parts(messages, digests),
         )
         if session_request.parent is not None:
             try:
-                following = self._following(session_request, session_request.parent, messages, options)
+                following = self._following(
+                    session_request, session_request.parent, messages, options
+                )
                 return session_request, join_responses(
                     [opened.session.whole(session_request.parent), following]
                 )
             except EpisodeError:  # such as two turns of the assistant in sequence
                 session_request = replace(session_request, parent=None, covered=0)
-        prompt = Conversation(self._renderer, [], options).open(opened.session.whole(None), messages)
+        prompt = Conversation(self._renderer, [], options).open(
+            opened.session.whole(None), messages
+        )
         self._name_unread()
         return session_request, prompt
 
     def _name_unread(self) -> None:
         for key in self._renderer.unread.keys() - self._named:
             self._named.add(key)
-            logging.getLogger(__name__).warning("Agents' requests: %s", self._renderer.unread[key])
+            logging.getLogger(__name__).warning(
+                "Agents' requests: %s", self._renderer.unread[key]
+            )
 
     def _following(
-        self, session_request: SessionPrompt, parent: Node, messages: Messages, options: Options
+        self,
+        session_request: SessionPrompt,
+        parent: Node,
+        messages: Messages,
+        options: Options,
     ) -> Response:
         """Return the new messages, rendered behind stand-ins for turns."""
         earlier_messages = messages[: session_request.covered]
-        opening = list(takewhile(lambda message: message["role"] != "assistant", earlier_messages))
+        opening = list(
+            takewhile(lambda message: message["role"] != "assistant", earlier_messages)
+        )
         opening = with_image_parts(opening, [IMAGE_PART] * len(image_parts(opening)))
         calls = earlier_messages[-1].get("tool_calls") or ()
         ended = parent.response.finish_reason == STOP
         # Without an end token of its own.
         turn = parent.response if ended else replace(parent.response, stop_string=True)
         conversation = Conversation(self._renderer, opening, options)
-        return conversation.observe(turn, Turn("", tool_calls=calls), messages[session_request.covered :])[0]
+        return conversation.observe(
+            turn, Turn("", tool_calls=calls), messages[session_request.covered :]
+        )[0]
 
     def read_text(self, session: Session, prompt: Any) -> RenderedPrompt:
         """Read a prompt of a completion, a text or ids."""
         if not isinstance(prompt, str):
             ids = np.asarray(prompt, np.int32)
             session_request = session.find_ids(ids)
-            return session_request, not_sampled(ids, images=session.whole(session_request.parent).images)
+            return session_request, not_sampled(
+                ids, images=session.whole(session_request.parent).images
+            )
         session_request = session.find_text(prompt)
         if session_request.parent is None:
             return session_request, not_sampled(self._renderer.prompt_ids(prompt, WHERE))
         history = session.whole(session_request.parent)
-        rest = self._renderer.ids_behind(session_request.text or "", int(history.ids[-1]), WHERE)
-        return session_request, join_responses([history, not_sampled(np.asarray(rest, np.int32))])
+        rest = self._renderer.ids_behind(
+            session_request.text or "", int(history.ids[-1]), WHERE
+        )
+        return session_request, join_responses(
+            [history, not_sampled(np.asarray(rest, np.int32))]
+        )
 
-    def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
+    def options(
+        self, of_session: Options, request: Any, tools: Sequence[Any] | None
+    ) -> Options:
         """Return the session's options, with the client's tools and variables that the template reads."""
         template_arguments = getattr(request, "chat_template_kwargs", None) or {}
         options = {name: value for name, value in of_session.items() if name != "tools"}
         if template_arguments:
             template = self._renderer.tokenizer.get_chat_template(tools=tools or None)
-            names = variables_of(template).arguments - {*CONTROLS, *RESERVED, "chat_template", "tokenize"}
-            options |= {name: value for name, value in template_arguments.items() if name in names}
-        return options | ({"tools": [_without_strict(tool) for tool in tools]} if tools else {})
+            names = variables_of(template).arguments - {
+                *CONTROLS,
+                *RESERVED,
+                "chat_template",
+                "tokenize",
+            }
+            options |= {
+                name: value for name, value in template_arguments.items() if name in names
+            }
+        return options | (
+            {"tools": [_without_strict(tool) for tool in tools]} if tools else {}
+        )
 
 
 def chat_message(message: Any) -> dict[str, Any]:
@@ -138,7 +178,8 @@ def chat_message(message: Any) -> dict[str, Any]:
     content = filled_fields.get("content", "")
     if isinstance(content, (list, tuple)):
         content = [
-            part | {"type": KINDS.get(str(kind := part.get("type")), kind)} for part in map(dict, content)
+            part | {"type": KINDS.get(str(kind := part.get("type")), kind)}
+            for part in map(dict, content)
         ]
     return filled_fields | {
         "role": "system" if filled_fields["role"] == "developer" else filled_fields["role"],
@@ -148,6 +189,8 @@ def chat_message(message: Any) -> dict[str, Any]:
 
 def _without_strict(tool: Any) -> dict[str, Any]:
     function = {
-        name: value for name, value in tool["function"].items() if name != "strict" and value is not None
+        name: value
+        for name, value in tool["function"].items()
+        if name != "strict" and value is not None
     }
     return {**tool, "function": function}

@@ -27,7 +27,11 @@ class RecordingClient:
     """An engine client for vLLM's serving classes, which keeps what the engine samples."""
 
     def __init__(
-        self, engine: "AsyncLLM", caches: KeptCaches, images: ImageInputs, adapters: EngineAdapters
+        self,
+        engine: "AsyncLLM",
+        caches: KeptCaches,
+        images: ImageInputs,
+        adapters: EngineAdapters,
     ) -> None:
         self._engine = engine
         self._caches = caches
@@ -38,7 +42,9 @@ class RecordingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, _: Any, wanted: Any, *_more: Any, **_named: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, _: Any, wanted: Any, *_more: Any, **_named: Any
+    ) -> AsyncIterator[Any]:
         """Sample the call's next prompt, or give its recorded answers. wanted: vLLM's parameters for the
         request.
         """
@@ -50,10 +56,17 @@ class RecordingClient:
         opened = call.opened
         call.begun += 1
         delta = wanted.output_kind == RequestOutputKind.DELTA
-        recorded = [_output_of(node, index, wanted) for index, node in enumerate(prompt.replayed)]
+        recorded = [
+            _output_of(node, index, wanted) for index, node in enumerate(prompt.replayed)
+        ]
         if recorded and (delta or not prompt.numbers):
             yield RequestOutput(
-                "recorded", None, prompt.ids.tolist(), None, recorded, finished=not prompt.numbers
+                "recorded",
+                None,
+                prompt.ids.tolist(),
+                None,
+                recorded,
+                finished=not prompt.numbers,
             )
         if not prompt.numbers:
             return
@@ -67,7 +80,11 @@ class RecordingClient:
             salt = request.enter_context(self._caches.request(opened.seed))
             engine_prompt = await self._images.prompt(prompt.ids, prompt.images, salt)
             outputs = self._engine.generate(
-                engine_prompt, parameters, name, lora_request=self._adapters.of(0), priority=opened.priority
+                engine_prompt,
+                parameters,
+                name,
+                lora_request=self._adapters.of(0),
+                priority=opened.priority,
             )
             async for output in outputs:
                 if not collected:
@@ -78,7 +95,10 @@ class RecordingClient:
                     turn = collected.setdefault(completion.index, _Collected())
                     turn.take(completion, delta)
                     if completion.finish_reason is not None:
-                        prompt.turns[completion.index] = turn.response(completion, prompt, output), turn.text
+                        prompt.turns[completion.index] = (
+                            turn.response(completion, prompt, output),
+                            turn.text,
+                        )
                     completion.index += len(recorded)
                 if not delta:
                     output.outputs = [*recorded, *output.outputs]
@@ -86,12 +106,19 @@ class RecordingClient:
 
     def _text(self, prompt: Prompt, completion: Any, wanted: Any) -> str:
         """Decode a whole answer behind the prompt's end, without its end token."""
-        decode = partial(self._engine.get_tokenizer().decode, skip_special_tokens=wanted.skip_special_tokens)
+        decode = partial(
+            self._engine.get_tokenizer().decode,
+            skip_special_tokens=wanted.skip_special_tokens,
+        )
         ids = list(completion.token_ids)
         tail = prompt.ids[-TAIL:].tolist()
         ids = ids[:-1] if completion.finish_reason == STOP else ids
         prompt_text, full_text = decode(tail), decode([*tail, *ids])
-        return str(full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else decode(ids))
+        return str(
+            full_text[len(prompt_text) :]
+            if full_text.startswith(prompt_text)
+            else decode(ids)
+        )
 
 
 def _forget_tokenizer(engine: "AsyncLLM", name: str, wanted: Any) -> None:
@@ -100,7 +127,9 @@ def _forget_tokenizer(engine: "AsyncLLM", name: str, wanted: Any) -> None:
     """
     if wanted.logprobs is None:
         for internal in engine.output_processor.external_req_ids.get(name, ()):
-            engine.output_processor.request_states[internal].logprobs_processor.tokenizer = None
+            engine.output_processor.request_states[
+                internal
+            ].logprobs_processor.tokenizer = None
 
 
 class _Collected:
@@ -116,16 +145,25 @@ class _Collected:
             self.ids = []
             self.log_probs = []
             self.text = ""
-        if log_probs := completion.logprobs:  # the sampled token's is the first at each position
-            self.log_probs += [log_probs.logprobs[start] for start in log_probs.start_indices]
+        if (
+            log_probs := completion.logprobs
+        ):  # the sampled token's is the first at each position
+            self.log_probs += [
+                log_probs.logprobs[start] for start in log_probs.start_indices
+            ]
         self.ids += completion.token_ids
         self.text += completion.text
 
     def response(self, completion: Any, prompt: Prompt, output: Any) -> Response:
         full_completion = replace(
-            completion, token_ids=self.ids, logprobs=SimpleNamespace(logprobs=self.log_probs)
+            completion,
+            token_ids=self.ids,
+            logprobs=SimpleNamespace(logprobs=self.log_probs),
         )
-        counts = {"prompt_token_ids": prompt.ids.tolist(), "num_cached_tokens": output.num_cached_tokens}
+        counts = {
+            "prompt_token_ids": prompt.ids.tolist(),
+            "num_cached_tokens": output.num_cached_tokens,
+        }
         return as_response(SimpleNamespace(outputs=[full_completion], **counts))
 
 
@@ -140,7 +178,9 @@ def _parameters(call: SessionRequest, prompt: Prompt, wanted: Any) -> Any:
         max_new_tokens=limit,
         min_new_tokens=min(limit, sampling.min_new_tokens),
         stop=list(dict.fromkeys([*sampling.stop, *wanted.stop])),
-        stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])),
+        stop_token_ids=list(
+            dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])
+        ),
     )
     parameters = sampling_parameters(ours, turn_seed(call.opened.seed, prompt.numbers[0]))
     parameters.n = len(prompt.numbers)
@@ -149,7 +189,8 @@ def _parameters(call: SessionRequest, prompt: Prompt, wanted: Any) -> Any:
         parameters.stream_interval = wanted.stream_interval or STREAM_TOKENS
     # A whole answer is decoded at once.
     parameters.detokenize = (
-        bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
+        bool(ours.stop or wanted.logprobs is not None)
+        or wanted.output_kind == RequestOutputKind.DELTA
     )
     parameters.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
     if wanted.logprobs is not None:
@@ -166,7 +207,16 @@ def _output_of(node: Node, index: int, wanted: Any) -> Any:
 
     response = node.response
     pairs = zip(response.ids.tolist(), response.log_probs.tolist(), strict=True)
-    logprobs = None if wanted.logprobs is None else [{token: Logprob(log_prob)} for token, log_prob in pairs]
+    logprobs = (
+        None
+        if wanted.logprobs is None
+        else [{token: Logprob(log_prob)} for token, log_prob in pairs]
+    )
     return CompletionOutput(
-        index, node.text, response.ids.tolist(), None, logprobs, finish_reason=response.finish_reason
+        index,
+        node.text,
+        response.ids.tolist(),
+        None,
+        logprobs,
+        finish_reason=response.finish_reason,
     )

@@ -29,7 +29,12 @@ from workers.rendering import Renderer, image_parts
 if TYPE_CHECKING:
     pass
 
-FORCED = ("response_format", "structured_outputs", "tool_choice", "text")  # constrain what is sampled
+FORCED = (
+    "response_format",
+    "structured_outputs",
+    "tool_choice",
+    "text",
+)  # constrain what is sampled
 OTHERS = {
     "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search",
     "watermarking", "repetition_detection", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
@@ -43,12 +48,24 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     """Return an option of a request that a session cannot have, and why, or None."""
-    if any(getattr(tool, "type", "function") != "function" for tool in getattr(request, "tools", None) or ()):
+    if any(
+        getattr(tool, "type", "function") != "function"
+        for tool in getattr(request, "tools", None) or ()
+    ):
         return "tools", "tools: the policy calls functions alone. Leave out other tools."
-    if name := next((name for name in OTHERS & request.model_fields_set if getattr(request, name)), ""):
+    if name := next(
+        (name for name in OTHERS & request.model_fields_set if getattr(request, name)), ""
+    ):
         return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
     if not may_force and (
-        name := next((option for option in FORCED if _forces(option, getattr(request, option, None))), "")
+        name := next(
+            (
+                option
+                for option in FORCED
+                if _forces(option, getattr(request, option, None))
+            ),
+            "",
+        )
     ):
         return name, (
             f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an "
@@ -78,7 +95,10 @@ def _check_request(request: Any, call: SessionRequest, longest: int) -> None:
     if getattr(request, "tool_choice", None) == REQUIRED and not may_force:
         request.tool_choice = "auto"
         _warn_of_option("tool_choice=required")
-    if any(_strict(tool) for tool in getattr(request, "tools", None) or ()) and not may_force:
+    if (
+        any(_strict(tool) for tool in getattr(request, "tools", None) or ())
+        and not may_force
+    ):
         _warn_of_option("strict of tools")
     for name in LIMITS:  # vLLM refuses one above the longest sequence
         if getattr(request, name, None):
@@ -107,7 +127,12 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
 
     class SessionRenderer(base):  # type: ignore[misc]
         async def preprocess_chat(
-            self, request: Any, messages: list[Any], *arguments: Any, tool_dicts: Any = None, **named: Any
+            self,
+            request: Any,
+            messages: list[Any],
+            *arguments: Any,
+            tool_dicts: Any = None,
+            **named: Any,
         ) -> Any:
             call = CALL.get()
             _check_request(request, call, self.model_config.max_model_len)
@@ -129,7 +154,9 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                 raise VLLMValidationError(str(error), parameter="messages") from None
             # vLLM takes these as they are.
             request.kv_transfer_params = {"prompt_token_ids": prompt.ids.tolist()}
-            result = await super().preprocess_chat(request, [], *arguments, tool_dicts=tool_dicts, **named)
+            result = await super().preprocess_chat(
+                request, [], *arguments, tool_dicts=tool_dicts, **named
+            )
             request.kv_transfer_params = None
             return result
 
@@ -181,11 +208,16 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
                 self._reasoning_parser = None
             return super().parse(text, *arguments, **named)
 
-        def parse_delta(self, delta_text: str, delta_token_ids: list[int], request: Any, **named: Any) -> Any:
+        def parse_delta(
+            self, delta_text: str, delta_token_ids: list[int], request: Any, **named: Any
+        ) -> Any:
             if self._thinks is None:
                 if named.get("prompt_token_ids") and not self._ids:
                     self.set_prompt_token_ids(named["prompt_token_ids"])
-                delta_text, delta_token_ids = self._begun + delta_text, [*self._ids, *delta_token_ids]
+                delta_text, delta_token_ids = (
+                    self._begun + delta_text,
+                    [*self._ids, *delta_token_ids],
+                )
                 opening = delta_text.lstrip()
                 if (
                     start.startswith(opening)
@@ -203,17 +235,30 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
     return SessionParser
 
 
-async def build(client: RecordingClient, model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
+async def build(
+    client: RecordingClient, model: ModelConfig, rollout: RolloutConfig, tokenizer: Any
+) -> Any:
     """Return vLLM's application over the engine of `client`, for calls in `CALL`."""
     # Errors of clients, and texts of the policy that no parser can read.
-    for quiet in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.entrypoints.anthropic"):
+    for quiet in (
+        "vllm.tool_parsers",
+        "vllm.parser",
+        "vllm.reasoning",
+        "vllm.entrypoints.anthropic",
+    ):
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
     placeholders = await asyncio.to_thread(load_placeholders, model.path)
-    renderer = replace(Renderer.with_template(tokenizer, model.chat_template), placeholders=placeholders)
+    renderer = replace(
+        Renderer.with_template(tokenizer, model.chat_template), placeholders=placeholders
+    )
     parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
     app = await application(client, model.path, *parser.names)
     app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
-    for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
+    for name in (
+        "openai_serving_chat",
+        "openai_serving_responses",
+        "anthropic_serving_messages",
+    ):
         serving = getattr(app.state, name)
         kind = "parser" if name == "openai_serving_responses" else "parser_cls"
         if parser.names[1] and all(parser.marks):
@@ -223,16 +268,30 @@ async def build(client: RecordingClient, model: ModelConfig, rollout: RolloutCon
     return app
 
 
-async def application(engine: Any, path: str, tool_parser: str, reasoning_parser: str) -> Any:
+async def application(
+    engine: Any, path: str, tool_parser: str, reasoning_parser: str
+) -> Any:
     """Return vLLM's own application over an engine, or what stands for one."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    flags = ["--model", path, "--served-model-name", "policy", "--disable-fastapi-docs", "--api-key", ""]
+    flags = [
+        "--model",
+        path,
+        "--served-model-name",
+        "policy",
+        "--disable-fastapi-docs",
+        "--api-key",
+        "",
+    ]
     flags += ["--anthropic-disabled-thinking-effort", "none", "--fingerprint-mode", "none"]
-    flags += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser] if tool_parser else []
+    flags += (
+        ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
+        if tool_parser
+        else []
+    )
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     arguments.structured_outputs_config.reasoning_parser = reasoning_parser
     tasks = await engine.get_supported_tasks()

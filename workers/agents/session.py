@@ -57,7 +57,12 @@ class Session(SampledTurns):
     """
 
     def __init__(
-        self, name: str, *, max_turns: int, record: SessionRecord | None = None, goes_on: bool = False
+        self,
+        name: str,
+        *,
+        max_turns: int,
+        record: SessionRecord | None = None,
+        goes_on: bool = False,
     ) -> None:
         """record: turns to answer again. goes_on: whether the agent has seen the received ones, which then
         count.
@@ -72,7 +77,9 @@ class Session(SampledTurns):
         self._under_way = 0
         self._rewards = dict(record.rewards) if goes_on else {}
         self._paths: dict[str, list[Node]] = {}  # by digest
-        recorded = [replace(node, names=[*node.names], keys=[*node.keys]) for node in record.nodes]
+        recorded = [
+            replace(node, names=[*node.names], keys=[*node.keys]) for node in record.nodes
+        ]
         self._by_number = {node.number: node for node in recorded}
         self._extended = {node.parent for node in recorded} if goes_on else set()
         self._unclaimed = dict(self._by_number)
@@ -94,7 +101,10 @@ class Session(SampledTurns):
         first.
         """
         return join_responses(
-            [not_sampled(np.empty(0, np.int32)), *(p for n in self.path(node) for p in n.parts)]
+            [
+                not_sampled(np.empty(0, np.int32)),
+                *(p for n in self.path(node) for p in n.parts),
+            ]
         )
 
     def ids(self, node: Node) -> np.ndarray:
@@ -141,10 +151,13 @@ class Session(SampledTurns):
     def find_ids(self, prompt_ids: np.ndarray) -> SessionPrompt:
         """Find the longest recorded path with which a prompt of ids, int32, begins."""
         return SessionPrompt(
-            [], parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0]
+            [],
+            parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0],
         )
 
-    def _follow(self, prompt: S, addition: Callable[[Node], S | None]) -> tuple[Node | None, S]:
+    def _follow(
+        self, prompt: S, addition: Callable[[Node], S | None]
+    ) -> tuple[Node | None, S]:
         """Return the deepest node whose path begins the prompt, and the rest. addition: what a node adds to
         its parent.
         """
@@ -152,8 +165,14 @@ class Session(SampledTurns):
         rest = prompt
         while True:
             above = parent.number if parent else -1
-            below = {node: addition(node) for node in [*self._by_number.values()] if node.parent == above}
-            node = self._newest([node for node, text in below.items() if text and rest.startswith(text)])
+            below = {
+                node: addition(node)
+                for node in [*self._by_number.values()]
+                if node.parent == above
+            }
+            node = self._newest(
+                [node for node, text in below.items() if text and rest.startswith(text)]
+            )
             if node is None:
                 return parent, rest
             parent = node
@@ -204,7 +223,13 @@ class Session(SampledTurns):
         """
         if not response.sampled_tokens:
             raise DataError("an answer has no sampled token.")
-        node = Node(number, response, text, {} if message is None else message, [name] if name else [])
+        node = Node(
+            number,
+            response,
+            text,
+            {} if message is None else message,
+            [name] if name else [],
+        )
         self._join(node, request, prompt_ids, images)
         return node
 
@@ -214,7 +239,11 @@ class Session(SampledTurns):
         """Claim the record's answer to a prompt of these ids and images, which then needs no sampling."""
         parent, addition = self._split_prompt(request, prompt_ids, images)
         read = keys(addition.ids, addition.images)
-        same = (candidate for candidate in self._unclaimed.values() if candidate.parent == parent)
+        same = (
+            candidate
+            for candidate in self._unclaimed.values()
+            if candidate.parent == parent
+        )
         node = next(
             (
                 candidate
@@ -249,12 +278,24 @@ class Session(SampledTurns):
         """Return the number of the parent, and what the prompt adds to its tokens."""
         prefix = self.whole(request.parent)
         start = len(prefix.ids)
-        if not np.array_equal(keys(prefix.ids, prefix.images), keys(prompt_ids, images)[:start]):
-            raise DataError("a prompt does not begin with the ids of the turn that it extends.")
-        new = tuple(replace(image, first=image.first - start) for image in images if image.first >= start)
-        return request.parent.number if request.parent else -1, not_sampled(prompt_ids[start:], images=new)
+        if not np.array_equal(
+            keys(prefix.ids, prefix.images), keys(prompt_ids, images)[:start]
+        ):
+            raise DataError(
+                "a prompt does not begin with the ids of the turn that it extends."
+            )
+        new = tuple(
+            replace(image, first=image.first - start)
+            for image in images
+            if image.first >= start
+        )
+        return request.parent.number if request.parent else -1, not_sampled(
+            prompt_ids[start:], images=new
+        )
 
-    def _join(self, node: Node, request: SessionPrompt, prompt_ids: np.ndarray, images: Placed) -> None:
+    def _join(
+        self, node: Node, request: SessionPrompt, prompt_ids: np.ndarray, images: Placed
+    ) -> None:
         node.parent, addition = self._split_prompt(request, prompt_ids, images)
         node.given = addition.ids
         node.images = addition.images
@@ -280,7 +321,9 @@ class Session(SampledTurns):
     @property
     def kept(self) -> list[Node]:
         """Nodes to train on, in order of completion."""
-        return [node for node in self.nodes if node.received or node.number in self._extended]
+        return [
+            node for node in self.nodes if node.received or node.number in self._extended
+        ]
 
     @property
     def leaves(self) -> list[Node]:
@@ -304,7 +347,11 @@ class Session(SampledTurns):
         for leaf in self.leaves:
             path = self.path(leaf)
             paths.append(
-                [part for n in path for part in ([join_responses(n.parts)] if n in seen else n.parts)]
+                [
+                    part
+                    for n in path
+                    for part in ([join_responses(n.parts)] if n in seen else n.parts)
+                ]
             )
             seen.update(path)
         return paths if len(paths) == 1 else [self._said, *paths]
@@ -313,7 +360,11 @@ class Session(SampledTurns):
     def transcript(self) -> Messages:
         """The messages of the path to the last kept turn, with the policy's, empty for completions."""
         path = self.path(self.kept[-1]) if self.kept else []
-        return [message for node in path for message in (*node.messages, *([node.said] if node.said else []))]
+        return [
+            message
+            for node in path
+            for message in (*node.messages, *([node.said] if node.said else []))
+        ]
 
     # --- rewards
 
@@ -321,9 +372,15 @@ class Session(SampledTurns):
         """Set the session's reward, or that of the leaves below a response. Raises DataError for wrong
         values.
         """
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not is_finite(value)
+        ):
             raise DataError(f"reward={quote(value)}: expected a finite float32 number.")
-        if response_id and not any(response_id in node.names for node in self._by_number.values()):
+        if response_id and not any(
+            response_id in node.names for node in self._by_number.values()
+        ):
             raise DataError(
                 f"response_id={quote(response_id)}: not a response of this session. Use an answer's id."
             )
@@ -345,10 +402,15 @@ class Session(SampledTurns):
 
     def _of_leaf(self, leaf: Node) -> float | None:
         overrides = (self._override(node) for node in reversed(self.path(leaf)))
-        return next((reward for reward in overrides if reward is not None), self._rewards.get(""))
+        return next(
+            (reward for reward in overrides if reward is not None), self._rewards.get("")
+        )
 
     def _override(self, node: Node) -> float | None:
-        return next((self._rewards[name] for name in reversed(node.names) if name in self._rewards), None)
+        return next(
+            (self._rewards[name] for name in reversed(node.names) if name in self._rewards),
+            None,
+        )
 
     def credit(self) -> tuple[tuple[int, float, int], ...]:
         """Return (sampled tokens, offset, 0) of each kept turn, in the order in which rows train them."""
@@ -377,7 +439,9 @@ class Session(SampledTurns):
 
     def snapshot(self, nodes: Sequence[Node] | None = None) -> SessionRecord:
         """Return these turns, or all known ones."""
-        return SessionRecord(tuple(map(replace, nodes or self._by_number.values())), dict(self._rewards))
+        return SessionRecord(
+            tuple(map(replace, nodes or self._by_number.values())), dict(self._rewards)
+        )
 
     def describe_turns(self) -> list[dict[str, Any]]:
         """Return the turns for the run's files, as JSON, in order of completion, and then those that nobody
@@ -398,9 +462,14 @@ def _describe_turn(node: Node, reward: float | None, turn: int | None) -> dict[s
     versions = response.versions[sampled]
     same = ("number", "finish_reason", "replayed", "joined", "began", "seconds")
     return {
-        **{name: getattr(response if name == "finish_reason" else node, name) for name in same},
+        **{
+            name: getattr(response if name == "finish_reason" else node, name)
+            for name in same
+        },
         "parent": node.parent if node.parent >= 0 else None,
-        "messages": node.messages if node.asked is None else [{"role": "prompt", "content": node.asked}],
+        "messages": node.messages
+        if node.asked is None
+        else [{"role": "prompt", "content": node.asked}],
         "said": node.said or {"role": "assistant", "content": node.text},
         "given_tokens": len(node.given),
         "tokens": response.sampled_tokens,
@@ -419,7 +488,9 @@ def canonical(*messages: Mapping[str, Any]) -> str:
     Of several, such as an answer in pieces, as of one message. Reasoning is left out: clients may drop it.
     """
     texts = "".join(_text(message.get("content")) for message in messages)
-    calls = [_call(call) for message in messages for call in message.get("tool_calls") or ()]
+    calls = [
+        _call(call) for message in messages for call in message.get("tool_calls") or ()
+    ]
     return json.dumps([messages[0].get("role"), texts, calls])
 
 
@@ -427,8 +498,13 @@ def _exact(message: Mapping[str, Any]) -> str:
     """Return all of a message. The order of keys counts in arguments of calls alone, which templates write as
     it is.
     """
-    calls = [(call.get("id"), call.get("function", call)) for call in message.get("tool_calls") or ()]
-    texts = [[name, function.get("name"), function.get("arguments")] for name, function in calls]
+    calls = [
+        (call.get("id"), call.get("function", call))
+        for call in message.get("tool_calls") or ()
+    ]
+    texts = [
+        [name, function.get("name"), function.get("arguments")] for name, function in calls
+    ]
     others = {name: value for name, value in message.items() if name != "tool_calls"}
     return _dump_sorted(others) + json.dumps(texts, default=str)
 
@@ -438,14 +514,18 @@ def _text(content: Any) -> str:
         return "".join(content.split())
     parts = content or () if not isinstance(content, Mapping) else (content,)
     return "".join(
-        _text(part) if isinstance(part, str) else _text(part.get("text")) or _dump_sorted(part)
+        _text(part)
+        if isinstance(part, str)
+        else _text(part.get("text")) or _dump_sorted(part)
         for part in parts
     )
 
 
 def _call(call: Mapping[str, Any]) -> list[str]:
     function = call.get("function") or {}
-    arguments: Any = function.get("arguments") or {}  # as templates get those that a cut call lacks
+    arguments: Any = (
+        function.get("arguments") or {}
+    )  # as templates get those that a cut call lacks
     with suppress(ValueError, TypeError, RecursionError):
         arguments = json.loads(arguments)
     return [str(function.get("name")), _dump_sorted(arguments)]

@@ -83,11 +83,17 @@ class SessionRequest:
     @property
     def done(self) -> bool:
         """Whether the engine has given all answers."""
-        return bool(self.prompts) and all(len(prompt.turns) == len(prompt.numbers) for prompt in self.prompts)
+        return bool(self.prompts) and all(
+            len(prompt.turns) == len(prompt.numbers) for prompt in self.prompts
+        )
 
-    async def render(self, render: Callable[[], RenderedPrompt], has_images: bool = False) -> RenderedPrompt:
+    async def render(
+        self, render: Callable[[], RenderedPrompt], has_images: bool = False
+    ) -> RenderedPrompt:
         """Render a prompt, for a large request or images in a thread."""
-        return await asyncio.to_thread(render) if has_images or self.size > LARGE else render()
+        return (
+            await asyncio.to_thread(render) if has_images or self.size > LARGE else render()
+        )
 
     def take(self, session_request: SessionPrompt, prompt: Response, choices: int) -> None:
         """Add a prompt, and reserve its turns. Raises EpisodeError if the session has none left."""
@@ -99,5 +105,9 @@ class SessionRequest:
         )
         replayed = [node for node in takewhile(bool, nodes) if node]
         rest = range(choices - len(replayed))
-        numbers = [self.reserved.enter_context(self.opened.session.sampling()) for _ in rest]
-        self.prompts.append(Prompt(session_request, prompt.ids, prompt.images, numbers, replayed))
+        numbers = [
+            self.reserved.enter_context(self.opened.session.sampling()) for _ in rest
+        ]
+        self.prompts.append(
+            Prompt(session_request, prompt.ids, prompt.images, numbers, replayed)
+        )

@@ -24,7 +24,9 @@ from workers.user_code.task_sources import TASK, name_and_options
 def records(text: str) -> list[dict[str, Any]]:
     _, tasks = _make_environment(text, str(Path.cwd()))
     if not tasks.bounded:
-        raise ConfigError("it has tasks without end. Add select.limit=1000, or another number.")
+        raise ConfigError(
+            "it has tasks without end. Add select.limit=1000, or another number."
+        )
     return [_record(task.data) for task in tasks]
 
 
@@ -42,18 +44,28 @@ def _make_environment(text: str, folder: str) -> tuple[vf.Env, vf.Taskset]:
         env = vf.load_environment(vf.resolve_env_config(options))
         return env, env.taskset.select(select)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        wrong = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            for problem in error.errors()
+        ]
         raise ConfigError(f"verifiers refuses its options: {', '.join(wrong)}.") from None
 
 
 def _record(data: vf.TaskData) -> dict[str, Any]:
     prompt = data.prompt or data.name or "(the environment begins)"
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    system = (
+        [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    )
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
-        messages = [message.model_dump(mode="json", exclude_none=True) for message in prompt]
-    return {"prompt": system + messages, TASK: data.model_dump(mode="json", exclude_none=True)}
+        messages = [
+            message.model_dump(mode="json", exclude_none=True) for message in prompt
+        ]
+    return {
+        "prompt": system + messages,
+        TASK: data.model_dump(mode="json", exclude_none=True),
+    }
 
 
 def pack_agent(text: str) -> str:
@@ -71,21 +83,36 @@ class Agent:
     def __reduce__(self) -> tuple[type["Agent"], tuple[str, str]]:
         return Agent, self._given
 
-    async def __call__(self, record: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+    async def __call__(
+        self, record: dict[str, Any], base_url: str, api_key: str
+    ) -> dict[str, float]:
         """Return the reward, and the rewards and metrics by name. Raises EpisodeError if the
         episode failed.
         """
         env = self._environment
         task_type = type(env.taskset).task_type()
-        task = task_type(task_type.data_type().model_validate(record[TASK]), env.config.taskset.task)
+        task = task_type(
+            task_type.data_type().model_validate(record[TASK]), env.config.taskset.task
+        )
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         async with env.serving():
-            episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
+            episode = await env.run_episode(
+                task, vf.ModelContext(model="policy", client=client)
+            )
         if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            errors = [
+                *episode.errors,
+                *(error for trace in episode.traces for error in trace.errors),
+            ]
             messages = [f"{error.type}: {error.message}" for error in errors]
-            raise EpisodeError(shorten(", ".join(messages), LONGEST_QUOTE) or "the episode is not ok")
-        traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+            raise EpisodeError(
+                shorten(", ".join(messages), LONGEST_QUOTE) or "the episode is not ok"
+            )
+        traces = [
+            trace
+            for trace in episode.traces
+            if trace.agent.config.client.base_url == base_url
+        ]
         _check_seats(traces)
         if len(traces) == 1:
             return _numbers(traces[0]) | {"reward": traces[0].reward}
@@ -96,8 +123,12 @@ class Agent:
 def _check_seats(traces: list[vf.Trace]) -> None:
     """Raise EpisodeError unless agents sampled from the policy, and all of these learn."""
     if not traces or not all(trace.agent.trainable for trace in traces):
-        seats = ", ".join(f"{trace.agent.name} (trainable={trace.agent.trainable})" for trace in traces)
-        raise EpisodeError(f"agents that have the policy as their model must be trainable, not {seats}")
+        seats = ", ".join(
+            f"{trace.agent.name} (trainable={trace.agent.trainable})" for trace in traces
+        )
+        raise EpisodeError(
+            f"agents that have the policy as their model must be trainable, not {seats}"
+        )
 
 
 async def _reward_seats(traces: list[vf.Trace], base_url: str, api_key: str) -> None:
@@ -108,13 +139,17 @@ async def _reward_seats(traces: list[vf.Trace], base_url: str, api_key: str) -> 
             body = {"reward": trace.reward, "response_id": trace.id}
             answer = await client.post(url, json=body)
             if answer.is_error:
-                raise EpisodeError(f"the reward of {trace.agent.name}: {shorten(answer.text, LONGEST_QUOTE)}")
+                raise EpisodeError(
+                    f"the reward of {trace.agent.name}: {shorten(answer.text, LONGEST_QUOTE)}"
+                )
 
 
 def _numbers(trace: vf.Trace) -> dict[str, float]:
     """Return the rewards and metrics of an agent, by name."""
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    rewards = {
+        name: reward.score for name, reward in trace.rewards.items() if reward is not None
+    }
     return metrics | rewards
 
 

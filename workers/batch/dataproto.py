@@ -81,7 +81,9 @@ class DataProto:
         names = list(rows[0]) if rows else []
         for index, row in enumerate(rows):
             if set(row) != set(names):
-                raise DataError(f"sequence {index} has columns {sorted(row)}, the first has {sorted(names)}")
+                raise DataError(
+                    f"sequence {index} has columns {sorted(row)}, the first has {sorted(names)}"
+                )
             sizes = {name: len(values) for name, values in row.items()}
             if wrong := wrong_length(sizes):
                 raise DataError(
@@ -98,13 +100,21 @@ class DataProto:
         """Convert numeric columns to tensors. Others become objects."""
         import torch
 
-        numbers = {name: values for name, values in self.columns.items() if values.dtype.kind in "biuf"}
+        numbers = {
+            name: values
+            for name, values in self.columns.items()
+            if values.dtype.kind in "biuf"
+        }
         object_columns = {
-            name: values.astype(object) for name, values in self.columns.items() if name not in numbers
+            name: values.astype(object)
+            for name, values in self.columns.items()
+            if name not in numbers
         }
         return DataProto(
             torch.from_numpy(self.lengths),
-            _cast_known({name: torch.from_numpy(values) for name, values in self.tokens.items()}),
+            _cast_known(
+                {name: torch.from_numpy(values) for name, values in self.tokens.items()}
+            ),
             {name: torch.from_numpy(np.array(values)) for name, values in numbers.items()},
             self.objects | object_columns,
             self.meta,
@@ -129,8 +139,12 @@ class DataProto:
             else:
                 (jagged if value.is_nested else columns)[name] = value
         if not jagged:
-            raise DataError(f"a batch needs a jagged column of tokens, it has {sorted(columns)}")
-        lengths = {name: value.offsets().diff().cpu().long() for name, value in jagged.items()}
+            raise DataError(
+                f"a batch needs a jagged column of tokens, it has {sorted(columns)}"
+            )
+        lengths = {
+            name: value.offsets().diff().cpu().long() for name, value in jagged.items()
+        }
         first = next(iter(lengths))
         for name, row_lengths in lengths.items():
             if not row_lengths.equal(lengths[first]):
@@ -140,7 +154,11 @@ class DataProto:
                     f"column {name!r} has {sizes[0]} tokens in row {row}, but {first!r} has {sizes[1]}."
                 )
         return cls(
-            lengths[first], {name: value.values() for name, value in jagged.items()}, columns, objects, meta
+            lengths[first],
+            {name: value.values() for name, value in jagged.items()},
+            columns,
+            objects,
+            meta,
         )
 
     def to_tensordict(self) -> "TensorDict":
@@ -157,13 +175,17 @@ class DataProto:
         }
         entries |= self.columns
         entries |= {
-            name: NonTensorStack(*map(NonTensorData, values)) for name, values in self.objects.items()
+            name: NonTensorStack(*map(NonTensorData, values))
+            for name, values in self.objects.items()
         }
         twice = sorted(entries.keys() & self.meta.keys())
         if twice:
-            raise DataError(f"{twice[0]!r} names a column and a key of the meta data. Rename one.")
+            raise DataError(
+                f"{twice[0]!r} names a column and a key of the meta data. Rename one."
+            )
         return TensorDict(
-            entries | {name: NonTensorData(value) for name, value in self.meta.items()}, [len(self)]
+            entries | {name: NonTensorData(value) for name, value in self.meta.items()},
+            [len(self)],
         )
 
     # --- sizes
@@ -269,7 +291,10 @@ def _cast_known(tokens: dict[str, Array]) -> dict[str, Array]:
     import torch  # the engine refuses fractions, which stay here
 
     types = {"input_ids": torch.int64, "loss_mask": torch.bool}
-    integer_names = {name for name in types if name in tokens and not tokens[name].is_floating_point()}
+    integer_names = {
+        name for name in types if name in tokens and not tokens[name].is_floating_point()
+    }
     return {
-        name: values.to(types[name]) if name in integer_names else values for name, values in tokens.items()
+        name: values.to(types[name]) if name in integer_names else values
+        for name, values in tokens.items()
     }

@@ -38,9 +38,12 @@ class Join(Enum):
 
     LIST = "a list with the result of every rank, in rank order"
     RANK_ZERO = "the result of rank zero, although all ranks take part"
-    METRICS = "the metrics of one rank for each share of the plan, or of each dp group, merged"
+    METRICS = (
+        "the metrics of one rank for each share of the plan, or of each dp group, merged"
+    )
     RANK_ZERO_REFERENCE = (
-        "a reference to the first result of rank zero, which stays there, and merged metrics"
+        "a reference to the first result of rank zero, which stays there, and "
+        "merged metrics"
     )
     ROWS = "one number a sequence, in the order of the batch, from one rank for each share of the plan"
     TOKENS = "token columns that stay where they were made, in the order of the batch, and merged metrics"
@@ -75,7 +78,11 @@ class RankCoordinates:
 
     def share(self, plan: Plan, cp_size: int) -> int:
         """Return the rank of the plan whose rows this rank gets: its dp group's, or its own within it."""
-        return self.dp if plan.settings.context_degrees is None else self.dp * cp_size + self.cp
+        return (
+            self.dp
+            if plan.settings.context_degrees is None
+            else self.dp * cp_size + self.cp
+        )
 
 
 @dataclass(frozen=True)
@@ -127,9 +134,15 @@ def split_arguments(
     """
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
-    if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
+    if (
+        len(args) < 2
+        or not isinstance(args[0], RemoteBatch)
+        or not isinstance(args[1], Plan)
+    ):
         kinds = [type(argument).__name__ for argument in args]
-        raise DataError(f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}.")
+        raise DataError(
+            f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}."
+        )
     batch = args[0]
     plan = args[1]
     cp_size = 1 + max(rank.cp for rank in ranks)
@@ -152,11 +165,19 @@ def leaders(ranks: Sequence[RankCoordinates], args: tuple[Any, ...]) -> list[int
     """Return the ranks whose results count: one for each share of the plan in `args`, or of each dp group."""
     plan = args[1] if len(args) > 1 and isinstance(args[1], Plan) else None
     by_step = plan is not None and plan.settings.context_degrees is not None
-    return [rank.index for rank in ranks if replace(rank, cp=0 if by_step else rank.cp).leads_dp_group]
+    return [
+        rank.index
+        for rank in ranks
+        if replace(rank, cp=0 if by_step else rank.cp).leads_dp_group
+    ]
 
 
 def join_tokens(
-    mode: DispatchMode, plan: Plan, rows: int, blocks: Sequence[Any], metrics: Sequence[Metrics]
+    mode: DispatchMode,
+    plan: Plan,
+    rows: int,
+    blocks: Sequence[Any],
+    metrics: Sequence[Metrics],
 ) -> PlanResult:
     """Join a block and metrics per dp rank. Raises DataError if the plan omits any of the `rows`
     sequences.
@@ -183,5 +204,7 @@ def _places(plan: Plan, rows: int) -> tuple[np.ndarray, np.ndarray]:
         row[indices] = np.arange(len(indices))
     missing = np.flatnonzero(block < 0)
     if len(missing):
-        raise DataError(f"the plan leaves out {len(missing)} of {rows} sequences, the first is {missing[0]}.")
+        raise DataError(
+            f"the plan leaves out {len(missing)} of {rows} sequences, the first is {missing[0]}."
+        )
     return block, row

@@ -54,7 +54,9 @@ class Metric:
 
     def merge_with(self, other: "Metric") -> "Metric":
         if self.reduction is not other.reduction:
-            raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
+            raise ValueError(
+                f"cannot merge a {self.reduction.value} with a {other.reduction.value}"
+            )
         if self.count != other.count:
             raise ValueError(
                 f"cannot merge a mean over {self.count or 'items'} with one over {other.count or 'items'}"
@@ -63,7 +65,9 @@ class Metric:
             return Metric.max(max(self.value, other.value))
         if self.reduction is Reduction.MIN:
             return Metric.min(min(self.value, other.value))
-        return Metric(self.reduction, self.value + other.value, self.weight + other.weight, self.count)
+        return Metric(
+            self.reduction, self.value + other.value, self.weight + other.weight, self.count
+        )
 
 
 Metrics = dict[str, Metric]

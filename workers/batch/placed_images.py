@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
+_ODD = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
 _LARGEST = np.uint64(2**63 - 1)
 
 
@@ -53,7 +55,8 @@ def keys(ids: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:
     token_keys = ids.astype(np.int64)
     for placed_image in images:
         numbers = (
-            np.uint64(placed_image.image.digest) + np.arange(placed_image.tokens, dtype=np.uint64) * _ODD
+            np.uint64(placed_image.image.digest)
+            + np.arange(placed_image.tokens, dtype=np.uint64) * _ODD
         )
         token_keys[placed_image.first : placed_image.first + placed_image.tokens] = -1 - (
             numbers & _LARGEST

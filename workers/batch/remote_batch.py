@@ -28,7 +28,9 @@ images lack it.
 """
 
 
-def store_images(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
+def store_images(
+    images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]
+) -> tuple[PlacedImage, ...]:
     """Put images into the object store, each content once. refs: references by digest, extended."""
     import ray
 
@@ -39,7 +41,9 @@ def store_images(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) ->
             refs[image.digest] = ray.put(image.png())
         return replace(image, data=refs[image.digest])
 
-    return tuple(replace(placed_image, image=put(placed_image.image)) for placed_image in images)
+    return tuple(
+        replace(placed_image, image=put(placed_image.image)) for placed_image in images
+    )
 
 
 def fetch_objects(refs: Iterable[Any]) -> dict[Any, Any]:
@@ -60,14 +64,23 @@ def fetch_images(column: np.ndarray) -> np.ndarray:
     import ray
 
     data = {
-        placed_image.image.digest: placed_image.image.data for images in column for placed_image in images
+        placed_image.image.digest: placed_image.image.data
+        for images in column
+        for placed_image in images
     }
-    refs = {digest: content for digest, content in data.items() if isinstance(content, ray.ObjectRef)}
+    refs = {
+        digest: content
+        for digest, content in data.items()
+        if isinstance(content, ray.ObjectRef)
+    }
     contents = fetch_objects(refs.values())
     data |= {digest: contents[ref] for digest, ref in refs.items()}
 
     def read(placed_image: PlacedImage) -> PlacedImage:
-        return replace(placed_image, image=replace(placed_image.image, data=data[placed_image.image.digest]))
+        return replace(
+            placed_image,
+            image=replace(placed_image.image, data=data[placed_image.image.digest]),
+        )
 
     return object_column([tuple(map(read, images)) for images in column])
 
@@ -99,16 +112,22 @@ class RemoteBatch:
             )
 
     @staticmethod
-    def of_block(block: "ObjectRef", columns: dict[str, np.ndarray], tokens: Sequence[str]) -> "RemoteBatch":
+    def of_block(
+        block: "ObjectRef", columns: dict[str, np.ndarray], tokens: Sequence[str]
+    ) -> "RemoteBatch":
         rows = len(next(iter(columns.values())))
-        return RemoteBatch(columns, {name: places(name, repeat(block), range(rows)) for name in tokens})
+        return RemoteBatch(
+            columns, {name: places(name, repeat(block), range(rows)) for name in tokens}
+        )
 
     def __len__(self) -> int:
         return len(next(iter((self.columns | self.tokens).values()), ()))
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.columns:
-            raise DataError(f"this batch has no column {name!r}. It has {sorted(self.columns)}.")
+            raise DataError(
+                f"this batch has no column {name!r}. It has {sorted(self.columns)}."
+            )
         return self.columns[name]
 
     def select(self, indices: Any) -> "RemoteBatch":
@@ -116,7 +135,9 @@ class RemoteBatch:
         indices = np.asarray(indices)
         if indices.dtype == bool:
             if len(indices) != len(self):
-                raise DataError(f"a mask of {len(indices)} rows cannot select from a batch of {len(self)}.")
+                raise DataError(
+                    f"a mask of {len(indices)} rows cannot select from a batch of {len(self)}."
+                )
             indices = np.flatnonzero(indices)
         indices = indices.astype(np.int64)
         outside = indices[(indices < 0) | (indices >= len(self))]
@@ -140,7 +161,9 @@ class RemoteBatch:
     @property
     def light(self) -> "RemoteBatch":
         """The columns without anything that the object store holds."""
-        return RemoteBatch({name: column for name, column in self.columns.items() if name != IMAGES}, {})
+        return RemoteBatch(
+            {name: column for name, column in self.columns.items() if name != IMAGES}, {}
+        )
 
     @staticmethod
     def concat(batches: Sequence["RemoteBatch"]) -> "RemoteBatch":
@@ -155,8 +178,12 @@ class RemoteBatch:
                 for batch in batches
             ]
         for batch in batches[1:]:
-            if set(batch.columns) != set(batches[0].columns) or set(batch.tokens) != set(batches[0].tokens):
-                names = [sorted(set(b.columns) | set(b.tokens)) for b in (batches[0], batch)]
+            if set(batch.columns) != set(batches[0].columns) or set(batch.tokens) != set(
+                batches[0].tokens
+            ):
+                names = [
+                    sorted(set(b.columns) | set(b.tokens)) for b in (batches[0], batch)
+                ]
                 raise DataError(
                     f"batches with different columns cannot be joined: {names[0]} and {names[1]}."
                 )
@@ -190,14 +217,21 @@ class RemoteBatch:
                 )
         # A rank may have no rows.
         empty = {
-            name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows
+            name: np.empty(
+                0, np.int32 if name in ("input_ids", "loss_mask") else np.float32
+            )
+            for name in rows
         }
         tokens = {
             name: np.concatenate(token_rows) if token_rows else empty[name]
             for name, token_rows in rows.items()
         }
-        images = {IMAGES: fetch_images(self.columns[IMAGES])} if IMAGES in self.columns else {}
-        return DataProto(lengths[first], tokens, self.columns | images, meta=self.meta).as_tensors()
+        images = (
+            {IMAGES: fetch_images(self.columns[IMAGES])} if IMAGES in self.columns else {}
+        )
+        return DataProto(
+            lengths[first], tokens, self.columns | images, meta=self.meta
+        ).as_tensors()
 
 
 def _concatenate(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -48,7 +48,14 @@ class Score:
         object.__setattr__(self, "credit", tuple(map(tuple, self.credit)))
         object.__setattr__(self, "session", tuple(self.session))
         numbers = {"reward": self.reward, **self.parts}
-        bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
+        bad = next(
+            (
+                f"{name} is {number}"
+                for name, number in numbers.items()
+                if not is_finite(number)
+            ),
+            "",
+        )
         if bad:
             failed = {
                 "reward": 0.0,
@@ -79,7 +86,9 @@ def part_named(function: str) -> str:
     return f"{function}_function" if is_reserved(function) else function
 
 
-def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: Iterable[str] = ()) -> None:
+def check_parts(
+    parts: Iterable[str], environment: Iterable[str] = (), *, ours: Iterable[str] = ()
+) -> None:
     """Raise DataError for a part that has a name of ours, or that reward functions and the environment both
     give.
 
@@ -87,7 +96,9 @@ def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: 
     """
     environment_parts = set(environment) - set(ours)
     if names := sorted(filter(is_reserved, {*parts, *environment_parts})):
-        raise DataError(f"reward part {names[0]!r}: Ballast has a number of this name. Rename the part.")
+        raise DataError(
+            f"reward part {names[0]!r}: Ballast has a number of this name. Rename the part."
+        )
     if names := sorted(environment_parts & set(parts)):
         raise DataError(
             f"reward part {names[0]!r}: reward functions and the environment both give it. Rename one."
@@ -102,22 +113,32 @@ def as_score(value: Any, response: str, *, source: str = "the reward function") 
     """
     parts = _with_our_names(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
-        raise DataError(f"{source} returned a mapping without 'reward': {quote(list(parts))}.")
+        raise DataError(
+            f"{source} returned a mapping without 'reward': {quote(list(parts))}."
+        )
     answer = parts.pop("answer", None)
     numbers = {str(name): _number(part) for name, part in parts.items()}
     bad = [name for name, number in numbers.items() if not is_finite(number)]
     if bad:
         description = f"it returned {quote(value)} for {quote(response)}"
-        place = f", where {_describe_part(value, bad[0])}" if isinstance(value, Mapping) else ""
-        raise DataError(f"{source} must return finite float32 numbers, {description}{place}.")
-    return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
+        place = (
+            f", where {_describe_part(value, bad[0])}" if isinstance(value, Mapping) else ""
+        )
+        raise DataError(
+            f"{source} must return finite float32 numbers, {description}{place}."
+        )
+    return Score(
+        numbers.pop("reward"), response, numbers, "" if answer is None else str(answer)
+    )
 
 
 def _with_our_names(value: Mapping[Any, Any]) -> dict[Any, Any]:
     """Rename verl's `score` and `pred`, where the mapping has no `reward`."""
     if "reward" in value or "score" not in value:
         return dict(value)
-    names = {"score": "reward"} if "answer" in value else {"score": "reward", "pred": "answer"}
+    names = (
+        {"score": "reward"} if "answer" in value else {"score": "reward", "pred": "answer"}
+    )
     return {names.get(name, name): part for name, part in value.items()}
 
 
@@ -144,7 +165,14 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
         turns = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
         unearned = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
-        return Score(0.0, score.response, failure=failure, turns=turns, credit=unearned, session=session)
+        return Score(
+            0.0,
+            score.response,
+            failure=failure,
+            turns=turns,
+            credit=unearned,
+            session=session,
+        )
     environment_part = {"environment": environment.reward} if as_part else {}
     parts = environment_part | environment.parts | score.parts
     reward = environment.reward + score.reward
@@ -159,15 +187,21 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
     )
 
 
-def with_texts(score: Score, response: str = "", turns: tuple[dict[str, str], ...] = ()) -> Score:
+def with_texts(
+    score: Score, response: str = "", turns: tuple[dict[str, str], ...] = ()
+) -> Score:
     """Add the texts that `RewardWorker` left out. An empty turn of the policy follows an environment's
     opening.
     """
-    full_turns = (*score.turns[:-1], *(turns or ({"policy": response},))) if score.turns else turns
+    full_turns = (
+        (*score.turns[:-1], *(turns or ({"policy": response},))) if score.turns else turns
+    )
     return replace(score, response=response, turns=full_turns)
 
 
-def weigh_scores(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
+def weigh_scores(
+    scores: Mapping[str, Score], weights: Mapping[str, float], response: str
+) -> Score:
     """Return the weighted sum of rewards, the parts under functions' names if several, and the
     first answer.
     """
@@ -176,6 +210,13 @@ def weigh_scores(scores: Mapping[str, Score], weights: Mapping[str, float], resp
         return Score(weights[name] * score.reward, response, score.parts, score.answer)
     parts = {part_named(name): score.reward for name, score in scores.items()}
     for name, score in scores.items():
-        parts |= {f"{part_named(name)}/{part}": value for part, value in score.parts.items()}
+        parts |= {
+            f"{part_named(name)}/{part}": value for part, value in score.parts.items()
+        }
     answer = next((score.answer for score in scores.values() if score.answer), "")
-    return Score(sum(weights[name] * score.reward for name, score in scores.items()), response, parts, answer)
+    return Score(
+        sum(weights[name] * score.reward for name, score in scores.items()),
+        response,
+        parts,
+        answer,
+    )

@@ -55,7 +55,8 @@ class JudgeConfig:
         1.0, "Lowest grade, which becomes 0. An answer with a lower one counts as unparsed."
     )
     max_grade: float = setting(
-        10.0, "Highest grade, which becomes 1. An answer with a higher one counts as unparsed."
+        10.0,
+        "Highest grade, which becomes 1. An answer with a higher one counts as unparsed.",
     )
     opponents: int = setting(
         2,
@@ -68,16 +69,26 @@ class JudgeConfig:
         minimum=1,
         maximum=1000,
     )
-    chat_template_arguments: dict[str, Any] = setting({}, "As data.chat_template_arguments, for the judge.")
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    chat_template_arguments: dict[str, Any] = setting(
+        {}, "As data.chat_template_arguments, for the judge."
+    )
+    sampling: SamplingConfig = field(
+        default_factory=lambda: SamplingConfig(temperature=0.0)
+    )
     max_prompt_tokens: int = setting(
         4096, "Longest question, in tokens. A longer one has no answer.", minimum=1
     )
     timeout_s: float = setting(
-        300.0, "Time limit in seconds for an answer. A late one is asked for again.", above=0
+        300.0,
+        "Time limit in seconds for an answer. A late one is asked for again.",
+        above=0,
     )
-    replicas: int = setting(1, "Engines of the judge, with their own GPUs.", minimum=1, maximum=100_000)
-    tensor_parallel: int = setting(1, "As rollout.tensor_parallel, for the judge.", minimum=1, maximum=10_000)
+    replicas: int = setting(
+        1, "Engines of the judge, with their own GPUs.", minimum=1, maximum=100_000
+    )
+    tensor_parallel: int = setting(
+        1, "As rollout.tensor_parallel, for the judge.", minimum=1, maximum=10_000
+    )
     engine: dict[str, Any] = setting({}, "As rollout.engine, for the judge.")
 
     @property
@@ -97,7 +108,9 @@ class JudgeConfig:
     @property
     def function(self) -> str:
         """The function of `parser`, or empty for a regular expression."""
-        return self.parser if re.fullmatch(r"[^()\[\]\\]+:[A-Za-z_]\w*", self.parser) else ""
+        return (
+            self.parser if re.fullmatch(r"[^()\[\]\\]+:[A-Za-z_]\w*", self.parser) else ""
+        )
 
     @property
     def pattern(self) -> str:

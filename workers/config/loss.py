@@ -23,7 +23,9 @@ class SupervisedLossConfig:
         ),
     )
     constant_length: int = setting(
-        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens.", minimum=0
+        0,
+        "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens.",
+        minimum=0,
     )
 
 
@@ -63,7 +65,16 @@ class WeightedLossConfig:
     """
 
 
-POLICY_LOSS_NAMES = ("ppo_clip", "reinforce", "cispo", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov")
+POLICY_LOSS_NAMES = (
+    "ppo_clip",
+    "reinforce",
+    "cispo",
+    "gspo",
+    "gmpo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+)
 
 
 @dataclass
@@ -90,7 +101,9 @@ class RolloutCorrectionConfig:
         "ratio is.",
         choices=("none", "token", "sequence"),
     )
-    rejection_low: float = setting(0.5, "Lower bound of accepted ratios.", above=0, maximum=1)
+    rejection_low: float = setting(
+        0.5, "Lower bound of accepted ratios.", above=0, maximum=1
+    )
     rejection_high: float = setting(2.0, "Upper bound of accepted ratios.", minimum=1)
 
     @property
@@ -113,7 +126,9 @@ class DistillationConfig:
     )
 
     coefficient: float = setting(
-        0.0, "Weight of the divergence from the teacher in the loss. 0 starts no teacher.", minimum=0
+        0.0,
+        "Weight of the divergence from the teacher in the loss. 0 starts no teacher.",
+        minimum=0,
     )
     over: str = setting(
         "top_k",
@@ -129,7 +144,9 @@ class DistillationConfig:
         "both to their mixture.",
         choices=("reverse_kl", "forward_kl", "jsd"),
     )
-    top_k: int = setting(64, "Number of the teacher's likeliest tokens.", minimum=1, maximum=4096)
+    top_k: int = setting(
+        64, "Number of the teacher's likeliest tokens.", minimum=1, maximum=4096
+    )
 
     @property
     def compares_distributions(self) -> bool:
@@ -160,7 +177,9 @@ class TeacherConfig:
         "Several teachers by name, instead of teacher.path. They read in turn, each the samples of its "
         "records.",
     )
-    key: str = setting("teacher", "Column of the training records that names a record's teacher.")
+    key: str = setting(
+        "teacher", "Column of the training records that names a record's teacher."
+    )
     context_key: str = setting(
         "",
         "Column of the training records that the teacher alone reads, such as a hint or the solution "
@@ -172,10 +191,14 @@ class TeacherConfig:
         "`{context}`.",
     )
     forward_max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0,
+        "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.",
+        minimum=0,
     )
     forward_max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0,
+        "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.",
+        minimum=0,
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
@@ -186,13 +209,19 @@ class LossConfig:
 
     only_with = (
         (".name=custom", "function, columns, old_entropies, hidden_states"),
-        (".name=ppo_clip or cispo or gspo or gmpo or clip_cov or custom", "clip_low, clip_high"),
+        (
+            ".name=ppo_clip or cispo or gspo or gmpo or clip_cov or custom",
+            "clip_low, clip_high",
+        ),
         (".name=ppo_clip or custom", "dual_clip"),
         (".name=sapo or custom", "sapo_tau_positive, sapo_tau_negative"),
         (".name=clip_cov or kl_cov or custom", "covariance_fraction"),
         (".name=clip_cov or custom", "clip_cov_low, clip_cov_high"),
         (".name=kl_cov or custom", "kl_cov_coefficient"),
-        ("old policy", "clip_low, clip_high, dual_clip, sapo_tau_positive, sapo_tau_negative"),
+        (
+            "old policy",
+            "clip_low, clip_high, dual_clip, sapo_tau_positive, sapo_tau_negative",
+        ),
         (".aggregation=sequence_mean_token_sum_norm", "constant_length"),
         (".kl_coefficient above 0", "kl_estimator, kl_correction"),
     )
@@ -218,7 +247,8 @@ class LossConfig:
         "May need an extra forward pass.",
     )
     hidden_states: bool = setting(
-        False, "Give a custom loss the last hidden states, with their gradient, as `predictions.hidden`."
+        False,
+        "Give a custom loss the last hidden states, with their gradient, as `predictions.hidden`.",
     )
     clip_low: float = setting(
         0.2,
@@ -227,7 +257,9 @@ class LossConfig:
         maximum=1,
     )
     clip_high: float = setting(
-        0.2, "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).", minimum=0
+        0.2,
+        "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).",
+        minimum=0,
     )
     dual_clip: float = setting(
         0.0,
@@ -235,13 +267,24 @@ class LossConfig:
         "it, else it must be above 1.",
         minimum=0,
     )
-    sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate at positive advantages.", above=0)
-    sapo_tau_negative: float = setting(1.05, "Steepness of SAPO's gate at other advantages.", above=0)
-    covariance_fraction: float = setting(
-        0.0002, "Share of a mini-batch's tokens that clip_cov or kl_cov restrains.", above=0, maximum=1
+    sapo_tau_positive: float = setting(
+        1.0, "Steepness of SAPO's gate at positive advantages.", above=0
     )
-    clip_cov_low: float = setting(1.0, "clip_cov selects tokens whose covariance is above this.")
-    clip_cov_high: float = setting(5.0, "clip_cov selects tokens whose covariance is below this.")
+    sapo_tau_negative: float = setting(
+        1.05, "Steepness of SAPO's gate at other advantages.", above=0
+    )
+    covariance_fraction: float = setting(
+        0.0002,
+        "Share of a mini-batch's tokens that clip_cov or kl_cov restrains.",
+        above=0,
+        maximum=1,
+    )
+    clip_cov_low: float = setting(
+        1.0, "clip_cov selects tokens whose covariance is above this."
+    )
+    clip_cov_high: float = setting(
+        5.0, "clip_cov selects tokens whose covariance is below this."
+    )
     kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
     aggregation: str = setting(
         "auto",
@@ -257,11 +300,15 @@ class LossConfig:
         ),
     )
     constant_length: int = setting(
-        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens (Dr. GRPO).", minimum=0
+        0,
+        "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens (Dr. GRPO).",
+        minimum=0,
     )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coefficient: float = setting(
-        0.0, "Weight of the KL to the reference in the loss. 0 starts no reference.", minimum=0
+        0.0,
+        "Weight of the KL to the reference in the loss. 0 starts no reference.",
+        minimum=0,
     )
     kl_estimator: str = setting(
         "k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute")
@@ -274,7 +321,9 @@ class LossConfig:
         "(DeepSeek-V3.2).",
         choices=("none", "straight_through", "importance"),
     )
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    rollout_correction: RolloutCorrectionConfig = field(
+        default_factory=RolloutCorrectionConfig
+    )
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
@@ -308,7 +357,8 @@ class GaeConfig:
         maximum=1,
     )
     whiten: bool = setting(
-        True, "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1."
+        True,
+        "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1.",
     )
 
 
@@ -323,7 +373,9 @@ class KlInRewardConfig:
     only_with = ((".target above 0", "horizon"),)
 
     coefficient: float = setting(
-        0.0, "Weight of the penalty. With a target, the initial weight. 0 disables the penalty.", minimum=0
+        0.0,
+        "Weight of the penalty. With a target, the initial weight. 0 disables the penalty.",
+        minimum=0,
     )
     estimator: str = setting(
         "k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute")

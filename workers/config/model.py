@@ -25,15 +25,21 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A. Only A and B are trained."""
 
     only_with = (
-        (".rank above 0", "alpha, rslora, path, target_modules, target_parameters, policies, sync"),
+        (
+            ".rank above 0",
+            "alpha, rslora, path, target_modules, target_parameters, policies, sync",
+        ),
         (".policies above 1", "versions"),
         ("engines", "sync"),
     )
 
-    rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
+    rank: int = setting(
+        0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000
+    )
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
     rslora: bool = setting(
-        False, "Scale adapters by alpha / sqrt(rank), which keeps high ranks effective (rsLoRA, 2023)."
+        False,
+        "Scale adapters by alpha / sqrt(rank), which keeps high ranks effective (rsLoRA, 2023).",
     )
     path: str = setting(
         "",
@@ -92,7 +98,8 @@ class ModelConfig:
     )
 
     path: str = setting(
-        "???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache."
+        "???",
+        "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.",
     )
     chat_template: str = setting(
         "",
@@ -147,7 +154,9 @@ class ModelConfig:
         choices=("auto", "always", "never"),
     )
     min_shared_tokens: int = setting(
-        4, "Minimum length of a shared prefix, in tokens. Shorter ones cost more than they save.", minimum=1
+        4,
+        "Minimum length of a shared prefix, in tokens. Shorter ones cost more than they save.",
+        minimum=1,
     )
     gradient_checkpointing: str = setting(
         "none",
@@ -163,7 +172,8 @@ class ModelConfig:
         minimum=0,
     )
     activation_offload: bool = setting(
-        False, "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU)."
+        False,
+        "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU).",
     )
     compile: str = setting(
         "auto",
@@ -227,7 +237,9 @@ class ModelConfig:
         """Return the mode of gradient checkpointing of each layer of a stage. An `auto` that nobody decided
         is full.
         """
-        mode = "full" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
+        mode = (
+            "full" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
+        )
         count = min(self.recompute_num_layers or layers, layers)
         return [mode] * count + [LIGHTER.get(mode, mode)] * (layers - count)
 

@@ -56,21 +56,32 @@ class OptimizerConfig:
         "exponent for each block) are rounded stochastically (see docs/small-machines.md).",
         choices=("float32", "bfloat16", "int8"),
     )
-    learning_rate: float = setting(1e-6, "Peak learning rate. `muon` takes AdamW's.", above=0, maximum=1)
+    learning_rate: float = setting(
+        1e-6, "Peak learning rate. `muon` takes AdamW's.", above=0, maximum=1
+    )
     vision_learning_rate: float = setting(
-        0.0, "Peak learning rate of the vision tower. 0 takes learning_rate.", minimum=0, maximum=1
+        0.0,
+        "Peak learning rate of the vision tower. 0 takes learning_rate.",
+        minimum=0,
+        maximum=1,
     )
     weight_decay: float = setting(
         0.0, "Decoupled weight decay. With `sgd` in the gradient.", minimum=0, maximum=100
     )
     weight_decay_on: str = setting(
-        "matrices", "What decays. `matrices` leaves out norms and biases.", choices=("matrices", "all")
+        "matrices",
+        "What decays. `matrices` leaves out norms and biases.",
+        choices=("matrices", "all"),
     )
     momentum: float = setting(0.95, "Momentum of `muon` and `sgd`.", minimum=0, below=1)
     beta1: float = setting(0.9, "AdamW's decay of the first moment.", minimum=0, below=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment.", minimum=0, below=1)
-    epsilon: float = setting(1e-8, "AdamW's addition to the root of the second moment.", above=0, maximum=1)
-    max_grad_norm: float = setting(1.0, "Clip gradients to this L2 norm.", above=0, maximum=10**9)
+    epsilon: float = setting(
+        1e-8, "AdamW's addition to the root of the second moment.", above=0, maximum=1
+    )
+    max_grad_norm: float = setting(
+        1.0, "Clip gradients to this L2 norm.", above=0, maximum=10**9
+    )
     schedule: str = setting(
         "constant",
         "Learning rate after warm-up. `wsd` is constant and then falls linearly. `custom` uses the section's "
@@ -83,9 +94,13 @@ class OptimizerConfig:
         "first.",
     )
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
-    warmup_ratio: float = setting(0.0, "Warm-up as a share of all optimiser steps.", minimum=0, below=1)
+    warmup_ratio: float = setting(
+        0.0, "Warm-up as a share of all optimiser steps.", minimum=0, below=1
+    )
     total_steps: int = setting(
-        0, "Optimiser steps after which the schedule ends. 0 derives it from run.steps and batch.", minimum=0
+        0,
+        "Optimiser steps after which the schedule ends. 0 derives it from run.steps and batch.",
+        minimum=0,
     )
     decay_ratio: float = setting(
         0.2, "Share of all optimiser steps in which `wsd` falls.", above=0, maximum=1

@@ -58,7 +58,10 @@ class ParallelConfig:
         choices=("fixed", "auto"),
     )
     tensor_parallel: int = setting(
-        1, "Ranks that share each layer's matrices, heads and vocabulary.", minimum=1, maximum=10_000
+        1,
+        "Ranks that share each layer's matrices, heads and vocabulary.",
+        minimum=1,
+        maximum=10_000,
     )
     replicate: int = setting(
         1,
@@ -122,7 +125,10 @@ class PolicyConfig:
     )
 
     data_parallel: int = setting(
-        1, "Data-parallel ranks: each trains on its own sequences.", minimum=1, maximum=100_000
+        1,
+        "Data-parallel ranks: each trains on its own sequences.",
+        minimum=1,
+        maximum=100_000,
     )
     max_tokens_per_micro_batch: int = setting(
         16384,
@@ -135,7 +141,9 @@ class PolicyConfig:
         minimum=0,
     )
     max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a training micro-batch. 0 means unlimited. If set, use 2 or more.", minimum=0
+        0,
+        "Cap on sequences of a training micro-batch. 0 means unlimited. If set, use 2 or more.",
+        minimum=0,
     )
     forward_max_sequences_per_micro_batch: int = setting(
         0,
@@ -155,11 +163,14 @@ class PolicyConfig:
         minimum=1,
     )
     forward_min_micro_batches: int = setting(
-        1, "Minimum micro-batches per rank in a forward-only pass of any training role.", minimum=1
+        1,
+        "Minimum micro-batches per rank in a forward-only pass of any training role.",
+        minimum=1,
     )
     cpu_offload: str = setting("none", CPU_OFFLOAD, choices=("none", "optimizer", "all"))
     reshard_after_forward: bool = setting(
-        True, "Free gathered parameters after each layer's forward pass (FSDP2). On one GPU, their casts."
+        True,
+        "Free gathered parameters after each layer's forward pass (FSDP2). On one GPU, their casts.",
     )
     threads: int = setting(
         0,
@@ -189,10 +200,14 @@ class ReferenceConfig:
         "Model of the reference. If empty, model.path, or with model.lora the policy without its adapters.",
     )
     forward_max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0,
+        "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.",
+        minimum=0,
     )
     forward_max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0,
+        "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.",
+        minimum=0,
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
@@ -225,17 +240,23 @@ class RewardModelConfig:
         choices=("none", "running"),
     )
     max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0,
+        "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.",
+        minimum=0,
     )
     max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0,
+        "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.",
+        minimum=0,
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
     @property
     def named_weights(self) -> dict[str, float]:
         """Weight of each model's score, by name. A single model has none."""
-        return {name: self.weights.get(name, self.weight) for name in self.paths} or {"": self.weight}
+        return {name: self.weights.get(name, self.weight) for name in self.paths} or {
+            "": self.weight
+        }
 
 
 @dataclass
@@ -271,7 +292,11 @@ class CriticConfig:
         "Cap on sequences of a forward-only micro-batch. 0 uses critic.max_sequences_per_micro_batch.",
         minimum=0,
     )
-    warmup_steps: int = setting(0, "Steps at the start of a run that train only the critic.", minimum=0)
+    warmup_steps: int = setting(
+        0, "Steps at the start of a run that train only the critic.", minimum=0
+    )
     cpu_offload: str = setting("none", CPU_OFFLOAD, choices=("none", "optimizer", "all"))
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5)
+    )
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)

@@ -27,7 +27,9 @@ class SamplingConfig:
         0.0, "Minimum probability, relative to the likeliest token's.", minimum=0, maximum=1
     )
     max_new_tokens: int = setting(1024, "Maximum response length, in tokens.", minimum=1)
-    min_new_tokens: int = setting(0, "Minimum response length, in tokens: no end token before.", minimum=0)
+    min_new_tokens: int = setting(
+        0, "Minimum response length, in tokens: no end token before.", minimum=0
+    )
     stop: list[str] = setting(
         [],
         "Texts that end a response (or a turn), special tokens included. The tokens up to the end of the "
@@ -49,16 +51,25 @@ class SamplingConfig:
         "`</think>`.",
     )
     repetition_penalty: float = setting(
-        1.0, "Divides positive logits of tokens in prompt or response, and multiplies negative ones.", above=0
+        1.0,
+        "Divides positive logits of tokens in prompt or response, and multiplies negative ones.",
+        above=0,
     )
     presence_penalty: float = setting(
         0.0, "Subtracted from logits of tokens in the response.", minimum=-2, maximum=2
     )
     frequency_penalty: float = setting(
-        0.0, "Subtracted from logits, for each time that a token is in the response.", minimum=-2, maximum=2
+        0.0,
+        "Subtracted from logits, for each time that a token is in the response.",
+        minimum=-2,
+        maximum=2,
     )
-    logit_bias: dict[int, float] = setting({}, "Added to the logits of token ids, `{151667: -5}`.")
-    bad_words: list[str] = setting([], "Texts whose last token is never sampled after their other tokens.")
+    logit_bias: dict[int, float] = setting(
+        {}, "Added to the logits of token ids, `{151667: -5}`."
+    )
+    bad_words: list[str] = setting(
+        [], "Texts whose last token is never sampled after their other tokens."
+    )
     structured_outputs: dict[str, Any] = setting(
         {},
         "Form of a response: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar`, "
@@ -68,7 +79,9 @@ class SamplingConfig:
     def _list_changed(self, *names: str) -> list[str]:
         defaults = type(self)()
         values = ((name, getattr(self, name)) for name in names)
-        return [f"{name}={value}" for name, value in values if value != getattr(defaults, name)]
+        return [
+            f"{name}={value}" for name, value in values if value != getattr(defaults, name)
+        ]
 
     @property
     def cuts(self) -> list[str]:
@@ -92,7 +105,9 @@ class SamplingConfig:
     @property
     def undivided(self) -> list[str]:
         """Settings that read the whole response, which must be sampled in one request."""
-        return self._list_changed("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
+        return self._list_changed(
+            "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs"
+        )
 
     @property
     def may_continue(self) -> bool:
@@ -113,7 +128,9 @@ class GatewayConfig:
     only_with = (("rollout.agent=http", "host, port"),)
 
     host: str = setting("127.0.0.1", "Address that listens for agents elsewhere.")
-    port: int = setting(8700, "Port that listens for agents elsewhere.", minimum=1, maximum=65535)
+    port: int = setting(
+        8700, "Port that listens for agents elsewhere.", minimum=1, maximum=65535
+    )
     max_request_mib: float = setting(
         8.0, "Largest body of a request, in MiB. Larger ones are refused.", above=0
     )
@@ -145,7 +162,9 @@ class RolloutConfig:
         minimum=0,
         maximum=100_000,
     )
-    tensor_parallel: int = setting(1, "GPUs (or processes) that share one engine.", minimum=1, maximum=10_000)
+    tensor_parallel: int = setting(
+        1, "GPUs (or processes) that share one engine.", minimum=1, maximum=10_000
+    )
     samples_per_prompt: int = setting(
         8, "Responses sampled per prompt: the group size.", minimum=1, maximum=100_000
     )
@@ -208,17 +227,24 @@ class RolloutConfig:
         maximum=1,
     )
     cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, in GiB.", above=0)
-    enforce_eager: bool = setting(False, "Disable CUDA graphs. On CPU, vLLM always runs eagerly here.")
+    enforce_eager: bool = setting(
+        False, "Disable CUDA graphs. On CPU, vLLM always runs eagerly here."
+    )
     engine: dict[str, Any] = setting(
         {},
         "Further vLLM engine arguments, by vLLM's names, such as `{quantization: fp8}` (see "
         "docs/rollout-engine.md). Arguments that other settings determine are refused.",
     )
     max_retries: int = setting(
-        2, "How often a failed sample is retried before it is dropped and counted.", minimum=0
+        2,
+        "How often a failed sample is retried before it is dropped and counted.",
+        minimum=0,
     )
     threads: int = setting(
-        0, "CPU threads of an engine. 0 uses all cores of the node.", minimum=0, maximum=10_000
+        0,
+        "CPU threads of an engine. 0 uses all cores of the node.",
+        minimum=0,
+        maximum=10_000,
     )
     hang_timeout_s: float = setting(
         60.0,
@@ -235,7 +261,10 @@ class RolloutConfig:
         "docs/tasks.md), or a server of OpenEnv, `openenv:URL` (see docs/openenv.md).",
     )
     max_turns: int = setting(
-        8, "Maximum turns of the policy in an episode, or in a session of an agent.", minimum=1, maximum=10**6
+        8,
+        "Maximum turns of the policy in an episode, or in a session of an agent.",
+        minimum=1,
+        maximum=10**6,
     )
     max_episode_tokens: int = setting(
         0,
@@ -256,7 +285,9 @@ class RolloutConfig:
         16, "Calls of one turn that are made. Others are answered with an error.", minimum=1
     )
     max_tool_characters: int = setting(
-        4096, "Characters of a tool's result that the policy reads. The rest is cut, with a mark.", minimum=1
+        4096,
+        "Characters of a tool's result that the policy reads. The rest is cut, with a mark.",
+        minimum=1,
     )
     agent: str = setting(
         "",
@@ -270,12 +301,19 @@ class RolloutConfig:
         "Agent that is a command line, such as `python my_agent.py`. It reads the record as JSON from "
         "standard input, and OPENAI_BASE_URL and OPENAI_API_KEY from its environment.",
     )
-    agent_timeout_s: float = setting(600.0, "Time limit in seconds for one session of an agent.", above=0)
+    agent_timeout_s: float = setting(
+        600.0, "Time limit in seconds for one session of an agent.", above=0
+    )
     agent_memory_gib: float = setting(
-        4.0, "Memory of an agent's processes in one session, in GiB. With more, they are killed.", above=0
+        4.0,
+        "Memory of an agent's processes in one session, in GiB. With more, they are killed.",
+        above=0,
     )
     agent_processes: int = setting(
-        64, "Processes of an agent in one session. With more, they are killed.", minimum=1, maximum=10**6
+        64,
+        "Processes of an agent in one session. With more, they are killed.",
+        minimum=1,
+        maximum=10**6,
     )
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -304,12 +342,18 @@ class RolloutConfig:
     @property
     def code(self) -> list[str]:
         """What makes samples episodes: one of environment, tools and agents, or nothing."""
-        return [name for name in (self.environment, self.tools, self.agent, self.agent_command) if name]
+        return [
+            name
+            for name in (self.environment, self.tools, self.agent, self.agent_command)
+            if name
+        ]
 
     @property
     def runs_agent(self) -> bool:
         """Whether samples are sessions of an agent at the gateway."""
-        return bool(self.agent or self.agent_command) or self.environment.startswith("verifiers:")
+        return bool(self.agent or self.agent_command) or self.environment.startswith(
+            "verifiers:"
+        )
 
     @property
     def plays_episodes(self) -> bool:

@@ -48,7 +48,11 @@ def _modules_beside_experts(model: ModelConfig) -> dict[str, Any]:
     them apart, but imports Numba, which vLLM's start on a CPU stumbles over.
     """
     shapes = weight_shapes(_folder(model.path))
-    matrices = {name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}
+    matrices = {
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight")
+    }
     beside = {name for name in matrices if EXPERTS not in name.split(".")}
     if not any(EXPERTS in name.split(".") for name in shapes):
         return {}
@@ -58,13 +62,18 @@ def _modules_beside_experts(model: ModelConfig) -> dict[str, Any]:
     names |= {OTHER_NAMES[name] for name in names if name in OTHER_NAMES}
     if not model.lora.target_parameters:
         return {"lora_target_modules": sorted(names)}
-    return {"lora_target_modules": [*sorted(names), EXPERTS], "enable_mixed_moe_lora_format": True}
+    return {
+        "lora_target_modules": [*sorted(names), EXPERTS],
+        "enable_mixed_moe_lora_format": True,
+    }
 
 
 def _folder(path: str) -> Path:
     from transformers.utils import cached_file
 
-    return Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
+    return (
+        Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
+    )
 
 
 class EngineAdapters:
@@ -104,7 +113,9 @@ class EngineAdapters:
             # It is loaded: its folder is not read again.
             self._only = LoRARequest(NAME, 1, folder, is_3d_lora_weight=True)
 
-    async def load(self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]) -> None:
+    async def load(
+        self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]
+    ) -> None:
         """Have these versions alone. No request of another may be running. adapters: see `adapter_files`."""
         from vllm.lora.request import LoRARequest
 
@@ -116,7 +127,9 @@ class EngineAdapters:
             with TemporaryDirectory() as folder:
                 _write_files(await files, folder)
                 # The prefix cache tells adapters apart by this name.
-                request = LoRARequest(f"version-{version}", version, folder, is_3d_lora_weight=True)
+                request = LoRARequest(
+                    f"version-{version}", version, folder, is_3d_lora_weight=True
+                )
                 await self._engine.add_lora(request)
             self._loaded[version] = request
 

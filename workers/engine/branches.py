@@ -25,7 +25,14 @@ def branches_of(
     branches = []
     for row, placed in zip(rows[1:], images[1:], strict=True):
         ids = keys(row["input_ids"], placed)
-        shared = next((len(prompt) for prompt in prompts if np.array_equal(prompt, ids[: len(prompt)])), 0)
+        shared = next(
+            (
+                len(prompt)
+                for prompt in prompts
+                if np.array_equal(prompt, ids[: len(prompt)])
+            ),
+            0,
+        )
         if not shared:
             both = min(len(ids), prompt_tokens)
             start = int(np.argmax(row["loss_mask"]))
@@ -35,11 +42,20 @@ def branches_of(
                 prompts.append(ids[:start])
         trained = int(row["loss_mask"].sum())
         branches.append(
-            Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared), placed)
+            Branch(
+                len(ids),
+                trained,
+                shared,
+                hash_of(ids[:shared]),
+                prefix_hashes(ids, shared),
+                placed,
+            )
         )
     return tuple(branches)
 
 
 def hash_of(ids: np.ndarray) -> int:
     """Hash of ids, or of `workers.batch.placed_images.keys`, int64, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True
+    )

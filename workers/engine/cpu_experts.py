@@ -69,13 +69,21 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[m
             if place < 0:  # of another process
                 continue
             tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
-            rows = self._outputs(hidden_states[tokens], tokens, place, w1[place], w2[place], activation)
+            rows = self._outputs(
+                hidden_states[tokens], tokens, place, w1[place], w2[place], activation
+            )
             if not apply_router_weight_on_input:
                 rows = rows * topk_weights[tokens, choices, None].to(rows.dtype)
             sums.index_add_(0, tokens, rows)
 
     def _outputs(
-        self, x: Tensor, tokens: Tensor, expert: int, w1: Tensor, w2: Tensor, activation: MoEActivation
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        expert: int,
+        w1: Tensor,
+        w2: Tensor,
+        activation: MoEActivation,
     ) -> Tensor:
         context = self._lora_context
         assert context is not None  # an engine without LoRA takes vLLM's kernel
@@ -93,12 +101,24 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[m
         rows = inner @ w2.T
         if self.w2_bias is not None:
             rows += self.w2_bias[expert]
-        _add(rows, inner, context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0], expert, groups)
+        _add(
+            rows,
+            inner,
+            context.w2_lora_a_stacked[0],
+            context.w2_lora_b_stacked[0],
+            expert,
+            groups,
+        )
         return rows
 
 
 def _add(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, expert: int, groups: list[tuple[int, Tensor | slice]]
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    expert: int,
+    groups: list[tuple[int, Tensor | slice]],
 ) -> None:
     """Add an expert's adapters to y [rows, outputs]. A: [adapters, experts, rank, inputs], B: [adapters,
     experts, outputs, rank].

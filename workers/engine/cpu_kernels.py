@@ -30,18 +30,32 @@ def _fits(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
     return plain and x.is_contiguous() and x.shape[-1] % LANES == 0
 
 
-def _norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+def _norm_fits(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
     return _fits(x, weight, variance_size)
 
 
 def _sum_fits(
-    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
 ) -> bool:
-    return _fits(x, weight, variance_size) and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+    return (
+        _fits(x, weight, variance_size)
+        and x_residual.is_contiguous()
+        and x_residual.dtype == x.dtype
+    )
 
 
-@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_norm_fits, supported=current_platform.is_cpu())
-def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+@ir.ops.rms_norm.register_impl(
+    PROVIDER, supports_args=_norm_fits, supported=current_platform.is_cpu()
+)
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
     """RMSNorm of the last dimension of x, times weight."""
     out = torch.empty_like(x)
     _custom_ops.rms_norm(out, x, weight, epsilon)
@@ -52,7 +66,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
     PROVIDER, supports_args=_sum_fits, supported=current_platform.is_cpu(), inplace=True
 )
 def fused_add_rms_norm(
-    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(RMSNorm of x + x_residual, their sum), in place of x and x_residual."""
     _custom_ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
@@ -94,11 +112,18 @@ class GroupedAdapters(PunicaWrapperCPU):
         start = 0
         for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             for slot, rows in self._of_tokens:
-                flat[rows, start : start + size] += x[rows] @ a[slot, 0].T @ b[slot, 0].T * scale
+                flat[rows, start : start + size] += (
+                    x[rows] @ a[slot, 0].T @ b[slot, 0].T * scale
+                )
             start += size
 
     def add_lora_embedding(
-        self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **options: Any
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_b_stacked: Tensor,
+        add_inputs: bool = True,
+        **options: Any,
     ) -> None:
         for slot, rows in self._of_tokens:
             y[rows] += x[rows] @ lora_b_stacked[slot, 0].T
@@ -152,7 +177,10 @@ if current_platform.is_cpu():
     RotaryEmbedding.forward_cpu = rotate
 
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+}
 
 
 def route(
@@ -172,7 +200,9 @@ def route(
     is_plain = self.scoring_func == "softmax" and not has_bias
     is_known = self.scoring_func in SCORES and self.custom_routing_function is None
     if self.use_grouped_topk or is_plain or not is_known:
-        return route_without_bias(self, hidden_states, router_logits, indices_type, **options)
+        return route_without_bias(
+            self, hidden_states, router_logits, indices_type, **options
+        )
     scores = SCORES[self.scoring_func](router_logits.float())
     choice = scores + self.e_score_correction_bias if has_bias else scores
     experts = choice.topk(self.top_k, dim=-1).indices

@@ -103,13 +103,21 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if name in OWNED:
-            raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}. Set that instead.")
+            raise ConfigError(
+                f"rollout.engine.{name} follows from {OWNED[name]}. Set that instead."
+            )
         if name in REFUSED:
             raise ConfigError(f"rollout.engine.{name} cannot be set: {REFUSED[name]}.")
         if name not in ALLOWED:
             near = difflib.get_close_matches(name, ALLOWED, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(sorted(ALLOWED))}."
-            raise ConfigError(f"rollout.engine.{name}: not an argument of vLLM that passes through. {hint}")
+            hint = (
+                f"Did you mean {near[0]}?"
+                if near
+                else f"Use one of {', '.join(sorted(ALLOWED))}."
+            )
+            raise ConfigError(
+                f"rollout.engine.{name}: not an argument of vLLM that passes through. {hint}"
+            )
         _check_value(name, value)
 
 
@@ -128,7 +136,9 @@ def _check_value(name: str, value: Any) -> None:
                 f"{', '.join(DRAFTS_WITHOUT_WEIGHTS)}."
             )
         if extra := [
-            key for key, part in value.items() if key != "method" and not isinstance(part, (int, float))
+            key
+            for key, part in value.items()
+            if key != "method" and not isinstance(part, (int, float))
         ]:
             raise ConfigError(
                 f"rollout.engine.speculative_config.{extra[0]}: expected a number. Leave it out."

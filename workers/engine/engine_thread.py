@@ -47,7 +47,9 @@ class EngineThread(EngineCoreClient):
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any
+    ) -> None:
         self.resources = Resources()
         self._core = EngineCore(vllm_config, executor_class, log_stats)
         self._commands: queue.SimpleQueue[list[Command] | None] = queue.SimpleQueue()
@@ -133,13 +135,17 @@ class EngineThread(EngineCoreClient):
         return output
 
     async def add_request_async(self, request: Any) -> None:
-        await self._call(self._core.add_request, *self._core.preprocess_add_request(request))
+        await self._call(
+            self._core.add_request, *self._core.preprocess_add_request(request)
+        )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids and not self.resources.engine_dead:
             await self._call(self._core.abort_requests, request_ids)
 
-    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+    async def pause_scheduler_async(
+        self, mode: Any = "abort", clear_cache: bool = True
+    ) -> None:
         await self._call(self._core.pause_scheduler, mode, clear_cache)
 
     async def resume_scheduler_async(self) -> None:
@@ -170,7 +176,11 @@ class EngineThread(EngineCoreClient):
         return await self._call(self._core.remove_lora, lora_id)
 
     async def collective_rpc_async(
-        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         return await self._call(self._core.collective_rpc, method, timeout, args, kwargs)
 

@@ -28,7 +28,9 @@ class ImageInputs:
         self._processed: dict[int, asyncio.Task[tuple[Any, int, int]]] = {}
         self._one = asyncio.Lock()  # vLLM's processor takes one call at a time
 
-    async def prompt(self, ids: np.ndarray, images: Sequence[PlacedImage], salt: str) -> Any:
+    async def prompt(
+        self, ids: np.ndarray, images: Sequence[PlacedImage], salt: str
+    ) -> Any:
         """Return the engine's input. Raises DataError where the engine expands an image otherwise."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -67,7 +69,9 @@ class ImageInputs:
         items = processor.info.parse_mm_data({"image": [PIL.Image.open(io.BytesIO(data))]})
         inputs = processor(processor.dummy_inputs.get_dummy_text({"image": 1}), items)
         place = inputs["mm_placeholders"]["image"][0]
-        expanded = np.array(inputs["prompt_token_ids"][place.offset : place.offset + place.length])
+        expanded = np.array(
+            inputs["prompt_token_ids"][place.offset : place.offset + place.length]
+        )
         embedded = expanded if place.is_embed is None else expanded[place.is_embed.numpy()]
         return inputs["mm_kwargs"]["image"][0], int(embedded[0]), len(embedded)
 

@@ -18,7 +18,11 @@ class KeptCaches:
     """Ages count updates. oldest: that keys and values may have."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        limits = {"recompute": 0.0, "auto": float(config.max_staleness), "keep": float("inf")}
+        limits = {
+            "recompute": 0.0,
+            "auto": float(config.max_staleness),
+            "keep": float("inf"),
+        }
         self.oldest = limits[config.kv_cache_after_update]
         self._updates = 0
         # By salt: the update after which its keys and values were computed.
@@ -43,7 +47,11 @@ class KeptCaches:
     def begin_update(self) -> bool:
         """Count an update. Returns whether running requests must compute their keys and values again."""
         self._updates += 1
-        too_old = any(self._age(salt) > self.oldest for salt, requests in self._running.items() if requests)
+        too_old = any(
+            self._age(salt) > self.oldest
+            for salt, requests in self._running.items()
+            if requests
+        )
         if too_old:
             self._computed = dict.fromkeys(self._computed, self._updates)
         return too_old

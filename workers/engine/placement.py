@@ -14,7 +14,9 @@ def fits_device(placement: str, *, has_gpu: bool) -> bool:
 def check_placement(placement: str, *, has_gpu: bool) -> None:
     """Raise ConfigError if an engine on this device cannot have this placement."""
     if placement not in BACKENDS:
-        raise ConfigError(f"rollout.placement={placement} is unknown. Use one of {', '.join(BACKENDS)}.")
+        raise ConfigError(
+            f"rollout.placement={placement} is unknown. Use one of {', '.join(BACKENDS)}."
+        )
     if not fits_device(placement, has_gpu=has_gpu):
         device = "GPU" if has_gpu else "CPU"
         fit = "colocated or apart" if has_gpu else "shared_memory"

@@ -10,7 +10,9 @@ import numpy as np
 
 EACH = 64
 """This many tokens after the prompt have a hash each. Later steps are a 16th of the tokens before them."""
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
+_ODD = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
 
 
 def hashed_places(tokens: int) -> np.ndarray:
@@ -32,5 +34,7 @@ def prefix_hashes(ids: np.ndarray, prompt_tokens: int) -> bytes:
     numbers = np.arange(1, len(ids) + 1, dtype=np.uint64) * _ODD
     numbers ^= numbers >> np.uint64(29)
     numbers *= np.uint64(0xBF58476D1CE4E5B9)  # the multiplier of SplitMix64
-    sums = np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * (numbers | np.uint64(1)), dtype=np.uint64)
+    sums = np.cumsum(
+        (ids.astype(np.uint64) + np.uint64(1)) * (numbers | np.uint64(1)), dtype=np.uint64
+    )
     return (sums[places - 1] >> np.uint64(32)).astype("<u4").tobytes()

@@ -93,12 +93,19 @@ class Response:
 def not_sampled(
     ids: np.ndarray, version: int = NOT_SAMPLED, images: tuple[PlacedImage, ...] = ()
 ) -> Response:
-    return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32), images=images)
+    return Response(
+        ids,
+        np.zeros(len(ids), np.float32),
+        np.full(len(ids), version, np.int32),
+        images=images,
+    )
 
 
 def join_responses(parts: Sequence[Response]) -> Response:
     """Join tokens between turns."""
-    return not_sampled(np.concatenate([part.ids for part in parts]), images=images_of(parts))
+    return not_sampled(
+        np.concatenate([part.ids for part in parts]), images=images_of(parts)
+    )
 
 
 def images_of(parts: Sequence[Response]) -> tuple[PlacedImage, ...]:
@@ -227,7 +234,11 @@ class SampleResult:
     @property
     def rows(self) -> range:
         """Rows of the DataProto that came along: all tokens in order, and the branches."""
-        return range(self.row, self.row + 1 + len(self.branches)) if self.row >= 0 else range(0)
+        return (
+            range(self.row, self.row + 1 + len(self.branches))
+            if self.row >= 0
+            else range(0)
+        )
 
     @property
     def length(self) -> int:

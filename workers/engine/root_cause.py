@@ -15,7 +15,9 @@ from pathlib import Path
 FILE = "BALLAST_ENGINE_ERRORS"
 POINTER = re.compile(r"root cause|EngineCore (failed|encountered)", re.IGNORECASE)
 """In texts of errors that only say that another process has failed."""
-CHECKED = re.compile(r"Value error, (.*?)(?: \[type=|$)")  # pydantic's form, of vLLM's configuration
+CHECKED = re.compile(
+    r"Value error, (.*?)(?: \[type=|$)"
+)  # pydantic's form, of vLLM's configuration
 EXIT_CODES = re.compile(r"'([^']+)': (-?\d+)")
 
 
@@ -56,20 +58,33 @@ def describe(error: BaseException) -> str:
 
 def _raising_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return (
+        f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+        if frames
+        else ""
+    )
 
 
 def root_cause(error: BaseException) -> str:
     """Return why an engine failed: its processes' first error, else the innermost error here."""
     chain = [describe(link) for link in _chain(error)]
     here = [line for line in reversed(chain) if not POINTER.search(line)]
-    return recorded_cause() or next(iter(here), "") or _exit_in_words(" ".join(chain)) or chain[0]
+    return (
+        recorded_cause()
+        or next(iter(here), "")
+        or _exit_in_words(" ".join(chain))
+        or chain[0]
+    )
 
 
 def recorded_cause() -> str:
     """Return the first error of the engine's processes that names no other process, or an empty text."""
     path = Path(os.environ.get(FILE, ""))
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    lines = (
+        path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if path.is_file()
+        else []
+    )
     return next((line for line in lines if not POINTER.search(line)), "")
 
 

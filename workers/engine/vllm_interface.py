@@ -30,7 +30,9 @@ GIB = 2**30
 # Tokens of a forward pass. Longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048.
 # A 7B's activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
-FLASHINFER_HEAD = 128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
+FLASHINFER_HEAD = (
+    128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
+)
 FIELD_OF_WEIGHT = {"e_score_correction_bias": "topk_method"}
 """Fields of config.json without which vLLM has no place for a weight of the files."""
 CPU_KV_BLOCK_TOKENS = 32
@@ -50,7 +52,9 @@ def prepare_environment(config: RolloutConfig, placement: str) -> None:
 
 
 def cpu_environment(config: RolloutConfig) -> dict[str, str]:
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
+    threads = config.threads or max(
+        1, len(os.sched_getaffinity(0)) // config.tensor_parallel
+    )
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that spin at a barrier while another process has their partner's core make a step ten times
@@ -63,7 +67,9 @@ def cpu_environment(config: RolloutConfig) -> dict[str, str]:
         # Both ways are eager. Without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
         # vLLM's switch. With 0 the engine is a thread of its actor: see workers.engine.engine_thread.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )
         if config.tensor_parallel == 1
         else "1",
     }
@@ -88,7 +94,9 @@ def engine_arguments(
 
     on_cpu = placement == "shared_memory"
     before_cut = config.sampling.cuts and config.sampling.log_probs_are_whole
-    device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement, model.path)
+    device = (
+        _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement, model.path)
+    )
     arguments = dict(
         model=model.path,
         dtype=_dtype(model, on_cpu),
@@ -106,7 +114,9 @@ def engine_arguments(
         limit_mm_per_prompt={"video": 0, "audio": 0},
         mm_processor_cache_gb=0,  # ImageInputs keeps what is processed
         use_tqdm_on_load=False,
-        max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
+        max_num_batched_tokens=max(
+            PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0
+        ),
         weight_transfer_config=WeightTransferConfig(
             backend=ENGINE_OF_BACKEND[
                 "shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]
@@ -213,7 +223,9 @@ def _build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
     return engine_in_a_thread(arguments)
 
 
-async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool, clear_images: bool = False) -> None:
+async def hold_requests(
+    engine: "AsyncLLM", *, clear_cache: bool, clear_images: bool = False
+) -> None:
     """Stop scheduling, keeping requests in flight, until `resume_generation`.
 
     clear_cache: of keys and values, and all others. clear_images: forget what a vision tower computed.
@@ -311,7 +323,9 @@ def as_response(output: "RequestOutput") -> Response:
     """
     completion = output.outputs[0]
     if completion.finish_reason not in (STOP, LENGTH):
-        raise RolloutError(f"vLLM ended the request with finish reason {completion.finish_reason!r}.")
+        raise RolloutError(
+            f"vLLM ended the request with finish reason {completion.finish_reason!r}."
+        )
     experts = completion.routed_experts
     return Response(
         ids=np.asarray(completion.token_ids, dtype=np.int32),
@@ -349,10 +363,14 @@ def unfinished_tokens(engine: "AsyncLLM") -> dict[str, int]:
     the request.
     """
     states = engine.output_processor.request_states.items()
-    return {name: tokens for name, state in states if (tokens := state.detokenizer.num_output_tokens())}
+    return {
+        name: tokens
+        for name, state in states
+        if (tokens := state.detokenizer.num_output_tokens())
+    }
 
 
 def _versions(spans: Sequence[Any]) -> np.ndarray:
-    return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(
-        np.int32
-    )
+    return np.repeat(
+        [int(span.version) for span in spans], [span.end - span.start for span in spans]
+    ).astype(np.int32)

@@ -84,7 +84,9 @@ class Conversation:
         if opening:
             self._messages += self._read(opening)[0]
             self.transcript = list(self._messages)
-            self._renderer.check_shown(self._messages, WHERE, **self._options, add_generation_prompt=True)
+            self._renderer.check_shown(
+                self._messages, WHERE, **self._options, add_generation_prompt=True
+            )
             prompt = self._encode([self._render(self._messages)], self._images)
         self._before = prompt.ids[-TAIL:]
         if self._rewrites:
@@ -102,7 +104,9 @@ class Conversation:
             self.transcript.append(turn.message())
         return turn
 
-    def observe(self, turn: Response, turn_text: Turn, observation: Text) -> tuple[Response, Response | None]:
+    def observe(
+        self, turn: Response, turn_text: Turn, observation: Text
+    ) -> tuple[Response, Response | None]:
         """Return the tokens of an observation after a turn, and the next prompt if it changes what came
         before.
 
@@ -116,7 +120,9 @@ class Conversation:
         following = _answers(new, turn_text.tool_calls)
         self.transcript += following
         earlier_messages = self._messages
-        end = "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
+        end = (
+            "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
+        )
         served = self._next_prompt(turn_text.message(), turn.ids, following)
         if served is not None and served[1] is None:
             return self._encode([served[0]], images, last=last), None
@@ -125,7 +131,11 @@ class Conversation:
         )
         if served is None:
             self._messages = messages
-        branch = None if served is None or served[1] is None else self._encode(served[1], self._images)
+        branch = (
+            None
+            if served is None or served[1] is None
+            else self._encode(served[1], self._images)
+        )
         return self._encode([text], images, last=last), branch
 
     def _next_prompt(
@@ -155,7 +165,9 @@ class Conversation:
         try:
             messages, values = with_images(_as_messages(observation), None, WHERE)
             images = [
-                value if isinstance(value, Image) else decode_image(value, WHERE, self._pixels)
+                value
+                if isinstance(value, Image)
+                else decode_image(value, WHERE, self._pixels)
                 for value in values
             ]
         except DataError as error:
@@ -164,7 +176,10 @@ class Conversation:
         return messages, images
 
     def _encode(
-        self, parts: Sequence[str | Response], images: Sequence[Image] = (), last: int | None = None
+        self,
+        parts: Sequence[str | Response],
+        images: Sequence[Image] = (),
+        last: int | None = None,
     ) -> Response:
         """Encode texts, with `images` at their placeholders in order, and join them with tokens between them.
 
@@ -174,8 +189,12 @@ class Conversation:
         responses = list[Response]()
         for part in parts:
             if isinstance(part, str):
-                ids = np.asarray(self._renderer.ids_behind(part, last, WHERE), dtype=np.int32)
-                ids, placed = self._renderer.expand(ids, rest_images[: self._renderer.images_in(ids)], WHERE)
+                ids = np.asarray(
+                    self._renderer.ids_behind(part, last, WHERE), dtype=np.int32
+                )
+                ids, placed = self._renderer.expand(
+                    ids, rest_images[: self._renderer.images_in(ids)], WHERE
+                )
                 part = not_sampled(ids, images=placed)
             last = int(part.ids[-1]) if len(part.ids) else last
             rest_images = rest_images[len(part.images) :]
@@ -195,7 +214,11 @@ class Conversation:
 
 
 def continue_messages(
-    render: Callable[..., str], messages: Messages, observation: Messages, end: str, calls: int = 0
+    render: Callable[..., str],
+    messages: Messages,
+    observation: Messages,
+    end: str,
+    calls: int = 0,
 ) -> tuple[Messages, str]:
     """Return the messages with a stand-in for a turn and `observation`, and the text that follows the turn's
     `end`.
@@ -222,17 +245,24 @@ def continue_messages(
         text = text[len(closing) :]
         if not (end and text.startswith(end)):
             if "tool_calls" in turn and not (end and end in closing):
-                closing = _closing(render, messages, stand_in)  # without the marks around calls
+                closing = _closing(
+                    render, messages, stand_in
+                )  # without the marks around calls
             text = (closing.partition(end)[2] if end and end in closing else closing) + text
         else:
             text = text.removeprefix(end)
         if is_shown:
             return new_messages, text
-    raise EpisodeError(f"{failure} (a message of role {observation[0]['role']} after the policy's turn)")
+    raise EpisodeError(
+        f"{failure} (a message of role {observation[0]['role']} after the policy's turn)"
+    )
 
 
 def _closing(
-    render: Callable[..., str], messages: Messages, stand_in: str, turn: dict[str, Any] | None = None
+    render: Callable[..., str],
+    messages: Messages,
+    stand_in: str,
+    turn: dict[str, Any] | None = None,
 ) -> str:
     """Return how the template closes a turn, of text alone if none is given."""
     turn = turn or {"role": "assistant", "content": stand_in}
@@ -253,14 +283,24 @@ def _with_stand_ins(
 
     Before a tool's answer many templates ask for its call.
     """
-    answers = list(itertools.takewhile(lambda message: message["role"] == "tool", observation))
-    named = [{"name": "tool", "tool_call_id": f"call{n:05}"} | answer for n, answer in enumerate(answers)]
-    called = named or [{"name": "tool", "tool_call_id": f"call{n:05}"} for n in range(calls)]
+    answers = list(
+        itertools.takewhile(lambda message: message["role"] == "tool", observation)
+    )
+    named = [
+        {"name": "tool", "tool_call_id": f"call{n:05}"} | answer
+        for n, answer in enumerate(answers)
+    ]
+    called = named or [
+        {"name": "tool", "tool_call_id": f"call{n:05}"} for n in range(calls)
+    ]
     if called:
-        functions = [{"name": call["name"], "arguments": {"value": text}} for call in called]
+        functions = [
+            {"name": call["name"], "arguments": {"value": text}} for call in called
+        ]
         ids = [call["tool_call_id"] for call in called]
         tool_calls = [
-            {"type": "function", "id": i, "function": f} for i, f in zip(ids, functions, strict=True)
+            {"type": "function", "id": i, "function": f}
+            for i, f in zip(ids, functions, strict=True)
         ]
         yield (
             {"role": "assistant", "content": "", "tool_calls": tool_calls},
@@ -270,15 +310,25 @@ def _with_stand_ins(
 
 
 def check_template(
-    renderer: Renderer, model: str, options: Options | None = None, *, key: str, answer: Text = "three"
+    renderer: Renderer,
+    model: str,
+    options: Options | None = None,
+    *,
+    key: str,
+    answer: Text = "three",
 ) -> None:
     """Raise ConfigError, naming `key`, if the template cannot show an answer to a turn, in a made-up
     conversation.
     """
     conversation = Conversation(renderer, [{"role": "user", "content": "one"}], options)
-    turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
+    turn = np.asarray(
+        [*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id],
+        np.int32,
+    )
     try:
-        response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32))
+        response = Response(
+            turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32)
+        )
         conversation.observe(response, conversation.turn(turn, finished=True), answer)
     except EpisodeError as failure:
         raise ConfigError(f"{key}: model.path={model}: {failure}.") from None
@@ -286,7 +336,9 @@ def check_template(
 
 def _text_only(observation: Text) -> str:
     if not isinstance(observation, str):
-        raise EpisodeError("the environment returned chat messages, but the prompt is a text")
+        raise EpisodeError(
+            "the environment returned chat messages, but the prompt is a text"
+        )
     return observation
 
 
@@ -305,5 +357,9 @@ def _answers(observation: Messages, calls: Sequence[dict[str, Any]]) -> Messages
 
 
 def _as_messages(observation: Text) -> Messages:
-    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    messages = (
+        [{"role": "user", "content": observation}]
+        if isinstance(observation, str)
+        else observation
+    )
     return list(clean_prompt(messages, "the environment's answer"))

@@ -28,7 +28,15 @@ import numpy as np
 from workers.batch.placed_images import PlacedImage, keys
 from workers.batch.score import Score
 from workers.engine.branches import hash_of
-from workers.engine.requests import INSERTED, LENGTH, STOP, TURNS, Response, images_of, not_sampled
+from workers.engine.requests import (
+    INSERTED,
+    LENGTH,
+    STOP,
+    TURNS,
+    Response,
+    images_of,
+    not_sampled,
+)
 from workers.environment import Observation, Text, as_text
 from workers.episodes.conversation import Conversation
 from workers.errors import EpisodeError
@@ -73,7 +81,11 @@ class SampledTurns:
 
     @property
     def observation_tokens(self) -> int:
-        return sum(len(part.ids) for part in self._said) - self.prompt_tokens - self.response_tokens
+        return (
+            sum(len(part.ids) for part in self._said)
+            - self.prompt_tokens
+            - self.response_tokens
+        )
 
     @property
     def cut_thoughts(self) -> int:
@@ -91,13 +103,20 @@ class Episode(SampledTurns):
     """The tokens so far, the turns among them, and the room within the limits."""
 
     def __init__(
-        self, prompt_ids: np.ndarray, images: tuple[PlacedImage, ...] = (), *, max_turns: int, max_tokens: int
+        self,
+        prompt_ids: np.ndarray,
+        images: tuple[PlacedImage, ...] = (),
+        *,
+        max_turns: int,
+        max_tokens: int,
     ) -> None:
         """images: of the prompt. max_tokens: of a row after the prompt, turns and observations together."""
         self.turns: list[Response] = []
         self._max_turns = max_turns
         self._max_length = len(prompt_ids) + max_tokens
-        self._said = [not_sampled(prompt_ids, images=images)]  # all of the episode, in order
+        self._said = [
+            not_sampled(prompt_ids, images=images)
+        ]  # all of the episode, in order
         self._rows = [list(self._said)]
 
     @property
@@ -139,7 +158,9 @@ class Episode(SampledTurns):
 
         branch: the next prompt, if it does not continue the current row.
         """
-        if (len(observation.ids) + len(self.ids) if branch is None else len(branch.ids)) >= self._max_length:
+        if (
+            len(observation.ids) + len(self.ids) if branch is None else len(branch.ids)
+        ) >= self._max_length:
             return False
         self._said.append(observation)
         if branch is None:
@@ -203,14 +224,18 @@ async def play(
                     f"reset made a prompt of {len(prompt.ids)} tokens, which leaves no room for a turn. "
                     "Raise rollout.max_episode_tokens"
                 )
-            score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
+            score = Score(
+                0.0, "", turns=({"environment": as_text(opening)},) if opening else ()
+            )
             state = _state(opening, prompt)
             while True:
                 turn = await sample(episode)
                 episode.add(turn)
                 message = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
                 observation = await environment.step(message)
-                score = _with(score, observation, (turn.sampled_tokens, observation.reward, state))
+                score = _with(
+                    score, observation, (turn.sampled_tokens, observation.reward, state)
+                )
                 if reason := episode.end(done=observation.done):
                     return reason, score
                 observed, branch = conversation.observe(turn, message, observation.text)
@@ -229,7 +254,9 @@ async def play(
 def _with(score: Score, observation: Observation, credit: tuple[int, float, int]) -> Score:
     parts, credits = score.parts | dict(observation.parts), (*score.credit, credit)
     reward = score.reward + observation.reward
-    return Score(reward, "", parts, failure=score.failure, turns=score.turns, credit=credits)
+    return Score(
+        reward, "", parts, failure=score.failure, turns=score.turns, credit=credits
+    )
 
 
 def _state(observation: Text, prompt: Response) -> int:

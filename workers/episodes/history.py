@@ -49,14 +49,20 @@ class SampledTurn:
         """Return the index in the text at which a token begins. Tokens of one character begin together."""
         if token not in self._places:
             text = self._until(token)
-            self._places[token] = len(text if self.text.startswith(text) else text.rstrip("\ufffd"))
+            self._places[token] = len(
+                text if self.text.startswith(text) else text.rstrip("\ufffd")
+            )
         return self._places[token]
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
         """Return the bounds of the whole tokens in text[start:stop]."""
         bounds = range(len(self.ids) + 1)
         first = bisect_left(bounds, start, key=self.place) if start else 0
-        last = bisect_left(bounds, stop, key=self.place) if stop < len(self.text) else len(self.ids)
+        last = (
+            bisect_left(bounds, stop, key=self.place)
+            if stop < len(self.text)
+            else len(self.ids)
+        )
         if self.place(last) > stop:
             last = bisect_left(bounds, self.place(last - 1), key=self.place)
         return first, last
@@ -90,14 +96,17 @@ class Block:
         """
         most = max(0, min(self.start - low, self.at))
         ahead = rendered[self.start - most : self.start]
-        same = len(os.path.commonprefix([ahead[::-1], text[self.at - most : self.at][::-1]]))  # noqa: RUF071
+        behind = text[self.at - most : self.at]
+        same = len(os.path.commonprefix([ahead[::-1], behind[::-1]]))  # noqa: RUF071
         space = min(same, len(ahead) - len(ahead.rstrip()))
         return Block(self.turn, self.start - space, self.at - space, self.length + space)
 
     def precedes(self, other: "Block", rendered: str, text: str) -> bool:
         """Return whether the same stands between both in the rendered text as in the turn's."""
         same_distance = other.at - self.at == other.start - self.start
-        return same_distance and rendered[self.start : other.start] == text[self.at : other.at]
+        return (
+            same_distance and rendered[self.start : other.start] == text[self.at : other.at]
+        )
 
 
 @dataclass
@@ -116,9 +125,13 @@ class History:
     def __post_init__(self) -> None:
         self._first = self.row
         self._mark = f"sampled {uuid.uuid4().hex}"
-        self._shown: dict[str, tuple[int, int, int]] = {}  # turn, start and stop of a stand-in's text
+        self._shown: dict[
+            str, tuple[int, int, int]
+        ] = {}  # turn, start and stop of a stand-in's text
 
-    def opaque(self, message: dict[str, Any], ids: np.ndarray, last: int | None = None) -> dict[str, Any]:
+    def opaque(
+        self, message: dict[str, Any], ids: np.ndarray, last: int | None = None
+    ) -> dict[str, Any]:
         """Add a turn, behind the id `last`. Returns its message with stand-ins for texts, between their first
         and last white space.
         """
@@ -126,13 +139,18 @@ class History:
         self.row += turn.text
         message = dict(message)
         behind = 0
-        for name in ("reasoning_content", "content"):  # in the order in which models write them
+        for name in (
+            "reasoning_content",
+            "content",
+        ):  # in the order in which models write them
             text = message.get(name)
             if text and (start := turn.text.find(text, behind)) >= 0:
                 behind = start + len(text)
                 message[name] = self._hide(turn, start, behind)
         return message | {
-            name: thought for name in REASONING if (thought := message.get("reasoning_content"))
+            name: thought
+            for name in REASONING
+            if (thought := message.get("reasoning_content"))
         }
 
     def _hide(self, turn: SampledTurn, start: int, stop: int) -> str:
@@ -165,7 +183,11 @@ class History:
             text += part
         row = self.row
         self.row = text
-        return (text[len(row) :], None) if text.startswith(row) else ("", self._parts(text, blocks))
+        return (
+            (text[len(row) :], None)
+            if text.startswith(row)
+            else ("", self._parts(text, blocks))
+        )
 
     def _parts(self, text: str, blocks: list[Block]) -> list[str | Response]:
         parts = list[str | Response]()
@@ -173,12 +195,16 @@ class History:
         for block in self._widen(text, blocks):
             turn = self.turns[block.turn]
             first, last = turn.tokens(block.at, block.at + block.length)
-            start, stop = (block.start + turn.place(token) - block.at for token in (first, last))
+            start, stop = (
+                block.start + turn.place(token) - block.at for token in (first, last)
+            )
             self.cut_tokens += (start > block.start) + (start <= stop < block.stop)
             if first < last and start >= done:
                 parts += [text[done:start], not_sampled(turn.ids[first:last])]
                 done = stop
-        return [self.prompt if part == self._first else part for part in (*parts, text[done:])]
+        return [
+            self.prompt if part == self._first else part for part in (*parts, text[done:])
+        ]
 
     def _widen(self, text: str, blocks: list[Block]) -> Iterator[Block]:
         """Join the blocks of each turn, and with what the policy wrote around them, if the template shows it
@@ -187,18 +213,26 @@ class History:
         low = 0
         for number, turn in enumerate(self.turns):
             turn_blocks = [
-                block.with_space_ahead(text, turn.text, low) for block in blocks if block.turn == number
+                block.with_space_ahead(text, turn.text, low)
+                for block in blocks
+                if block.turn == number
             ]
             high = next((block.start for block in blocks if block.turn > number), len(text))
             if not turn_blocks:
                 start = text.find(turn.text, low, high)
-                turn_blocks = [Block(number, start, 0, len(turn.text))] if start >= 0 else []
+                turn_blocks = (
+                    [Block(number, start, 0, len(turn.text))] if start >= 0 else []
+                )
             ends = (
                 [Block(number, turn_blocks[0].start - turn_blocks[0].at, 0, 0)]
                 if turn_blocks and turn_blocks[0].start - turn_blocks[0].at >= low
                 else []
             )
-            turn_end = turn_blocks[-1].start - turn_blocks[-1].at + len(turn.text) if turn_blocks else low
+            turn_end = (
+                turn_blocks[-1].start - turn_blocks[-1].at + len(turn.text)
+                if turn_blocks
+                else low
+            )
             joined = list[Block]()
             for block in [
                 *ends,

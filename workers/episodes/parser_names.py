@@ -27,7 +27,9 @@ FORMATS = (
     Format("<|tool_call_start|>", "lfm2", "deepseek_r1", "<|tool_call_start|>"),
     Format("<｜DSML｜", "deepseek_v32", "deepseek_v3", "<｜DSML｜invoke"),
     Format("```json", "deepseek_v3", "deepseek_r1", "<｜tool▁call▁begin｜>"),
-    Format("<｜tool▁calls▁begin｜>", "deepseek_v31", "deepseek_v3", "<｜tool▁call▁begin｜>"),
+    Format(
+        "<｜tool▁calls▁begin｜>", "deepseek_v31", "deepseek_v3", "<｜tool▁call▁begin｜>"
+    ),
     Format("render_atem", "muse_glimmer", "muse_glimmer", ""),
     Format("[TOOL_CALLS]", "mistral", "mistral", "[TOOL_CALLS]"),
     Format("ipython", "llama3_json", "", '{"name":'),
@@ -63,6 +65,8 @@ def known_parsers(kind: str) -> set[str]:
     file = Path(spec.submodule_search_locations[0]) / folder / "__init__.py"
     tree = ast.parse(file.read_text(encoding="utf-8"))
     tables = (
-        node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
     )
     return {name for table in tables for name in ast.literal_eval(table)}

@@ -24,7 +24,11 @@ class TurnParser:
     """Read the turns of an episode."""
 
     def __init__(
-        self, tokenizer: Any, tool_parser: str, reasoning_parser: str, options: dict[str, Any]
+        self,
+        tokenizer: Any,
+        tool_parser: str,
+        reasoning_parser: str,
+        options: dict[str, Any],
     ) -> None:
         """options: of the chat template, with `tools`. Empty names are found from the template, or mean no
         parser.
@@ -38,25 +42,37 @@ class TurnParser:
         self._tokenizer = tokenizer
         try:
             self._request = ChatCompletionRequest(messages=messages, tools=tools)
-        except ValueError:  # a record's schemas may be malformed, and most parsers only need the names
+        except (
+            ValueError
+        ):  # a record's schemas may be malformed, and most parsers only need the names
             tools = [
-                {"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools or ()
+                {"type": "function", "function": {"name": tool["function"]["name"]}}
+                for tool in tools or ()
             ]
             self._request = ChatCompletionRequest(messages=messages, tools=tools)
-        self._arguments = {name: value for name, value in options.items() if name != "tools"}
+        self._arguments = {
+            name: value for name, value in options.items() if name != "tools"
+        }
         self._numbers = itertools.count(1)
         parsers = parsers_of(_template(tokenizer, options))
         self._tools = self._usable("tool_parser", tool_parser, parsers[0])
         self._reasoning = self._usable("reasoning_parser", reasoning_parser, parsers[1])
         self._call_mark = next(
-            (template_format.call for template_format in FORMATS if template_format.tools == self._tools), ""
+            (
+                template_format.call
+                for template_format in FORMATS
+                if template_format.tools == self._tools
+            ),
+            "",
         )
 
     def _usable(self, kind: str, configured_name: str, detected_name: str) -> str:
         name = configured_name or detected_name
         try:
             self._parser(name, "") if kind == "tool_parser" else self._parser("", name)
-        except Exception as error:  # each parser has its own errors for a tokenizer without its tokens
+        except (
+            Exception
+        ) as error:  # each parser has its own errors for a tokenizer without its tokens
             if not configured_name:
                 return ""
             raise ConfigError(
@@ -87,18 +103,32 @@ class TurnParser:
         token. before: the last `TAIL` ids of its prompt, which may open the reasoning.
         """
         added = self._tokenizer.added_tokens_decoder
-        ends = finished and len(ids) > 0 and int(ids[-1]) in added and added[int(ids[-1])].special
+        ends = (
+            finished
+            and len(ids) > 0
+            and int(ids[-1]) in added
+            and added[int(ids[-1])].special
+        )
         plain, text, body = (
             str(self._tokenizer.decode(part.tolist(), skip_special_tokens=skip))
-            for part, skip in ((ids, True), (ids, False), (ids[:-1] if ends else ids, False))
+            for part, skip in (
+                (ids, True),
+                (ids, False),
+                (ids[:-1] if ends else ids, False),
+            )
         )
-        parser = self._parser(self._tools, self._reasoning if self._thinks(body, before) else "")
+        parser = self._parser(
+            self._tools, self._reasoning if self._thinks(body, before) else ""
+        )
         if parser is None:
             return Turn(plain, text, body)
         with _Failures() as failures:
             try:
                 parts = parser.parse(
-                    body, self._request, enable_auto_tools=True, model_output_token_ids=ids.tolist()
+                    body,
+                    self._request,
+                    enable_auto_tools=True,
+                    model_output_token_ids=ids.tolist(),
                 )
             except Exception as error:  # a model may write any text
                 failures.found.append(error)
@@ -107,12 +137,21 @@ class TurnParser:
         content = parts[1] or ""
         calls = parts[2] or []
         rest = body.partition(reasoning)[2] if reasoning else body
-        if not failures.found and not (self._call_mark and rest.count(self._call_mark) > len(calls)):
+        if not failures.found and not (
+            self._call_mark and rest.count(self._call_mark) > len(calls)
+        ):
             errors = []
         else:
             why = f": {describe_error(failures.found[0])}" if failures.found else ""
             errors = [f"a tool call could not be read{why}"]
-        return Turn(plain, text, content, reasoning, [self._call(call, body) for call in calls], errors)
+        return Turn(
+            plain,
+            text,
+            content,
+            reasoning,
+            [self._call(call, body) for call in calls],
+            errors,
+        )
 
     def _thinks(self, body: str, before: np.ndarray) -> bool:
         """Whether the turn holds reasoning. vLLM takes a text without any mark for unfinished reasoning."""
@@ -124,7 +163,10 @@ class TurnParser:
     @cached_property
     def marks(self) -> tuple[str, str]:
         parser = getattr(self._parser("", self._reasoning), "reasoning_parser", None)
-        start, end = (getattr(parser, f"reasoning_{side}_str", None) or "" for side in ("start", "end"))
+        start, end = (
+            getattr(parser, f"reasoning_{side}_str", None) or ""
+            for side in ("start", "end")
+        )
         return start.strip(), end.strip()
 
     def _call(self, call: Any, body: str) -> dict[str, Any]:
@@ -141,7 +183,9 @@ class TurnParser:
             "type": "function",
             "function": {
                 "name": call.name,
-                "arguments": arguments if isinstance(arguments, dict) else call.arguments or "",
+                "arguments": arguments
+                if isinstance(arguments, dict)
+                else call.arguments or "",
             },
         }
 
@@ -153,7 +197,9 @@ def _template(tokenizer: Any, options: dict[str, Any]) -> str:
         return ""
 
 
-def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int] | np.ndarray, marks: tuple[str, str]) -> bool:
+def opens_reasoning(
+    tokenizer: Any, prompt_ids: Sequence[int] | np.ndarray, marks: tuple[str, str]
+) -> bool:
     """Return whether a prompt ends within reasoning. A template may open it only after some messages."""
     start, end = marks
     tail = [int(token) for token in prompt_ids[-TAIL:]]
@@ -166,7 +212,8 @@ class _Failures(logging.Handler):
     def __enter__(self) -> "_Failures":
         self.found: list[BaseException] = []
         self._loggers = [
-            logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning")
+            logging.getLogger(name)
+            for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning")
         ]
         for logger in self._loggers:
             logger.addHandler(self)

@@ -33,8 +33,15 @@ APPENDS, REWRITES, REFUSES = "appends", "rewrites", "refuses"
 TOKEN = re.compile(r"<(?!/)[^<>\s]+>|</s>|\[/?[A-Z_]+\]")
 WORD = re.compile(rf"{TOKEN.pattern}|\w+|\s+|.", re.DOTALL)
 LONGEST_CHANGE = 160  # characters
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}, "required": ["a"]}
-TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "description": "A."}},
+    "required": ["a"],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": SCHEMA},
+}
 Render = Callable[[Messages, bool, Options], str]
 """(messages, add_generation_prompt, options) -> text. Raises anything."""
 
@@ -77,7 +84,9 @@ class TemplateFindings:
     @property
     def system_matters(self) -> bool:
         """Whether a system message at the beginning changes what happens to a plain answer."""
-        plain = next(case for case in self.cases if (case.role, case.turn) == ("user", "plain"))
+        plain = next(
+            case for case in self.cases if (case.role, case.turn) == ("user", "plain")
+        )
         return (self.system.outcome, self.system.change) != (plain.outcome, plain.change)
 
     @property
@@ -86,7 +95,11 @@ class TemplateFindings:
 
 
 def template_findings(
-    render: Render, arguments: tuple[str, ...], options: Options, bos: str = "", tokens: Sequence[str] = ()
+    render: Render,
+    arguments: tuple[str, ...],
+    options: Options,
+    bos: str = "",
+    tokens: Sequence[str] = (),
 ) -> TemplateFindings:
     """Try the template on made-up conversations.
 
@@ -94,7 +107,9 @@ def template_findings(
     `render` raises of a prompt alone.
     """
     is_token = (
-        re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else TOKEN
+        re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+        if tokens
+        else TOKEN
     )
     prompt = [{"role": "user", "content": "QUESTION"}]
     opened, closed = (render(prompt, begin, options) for begin in (True, False))
@@ -107,7 +122,12 @@ def template_findings(
     for role, turns in TURNS.items():
         for turn in turns:
             case, end = _case(
-                render, prompt, role, turn, with_tools if turn in CALLING else options, is_token
+                render,
+                prompt,
+                role,
+                turn,
+                with_tools if turn in CALLING else options,
+                is_token,
             )
             cases.append(case)
             if end and turn not in ends.setdefault(end, []):
@@ -117,11 +137,15 @@ def template_findings(
     return TemplateFindings(tuple(cases), begin, ends, times, arguments, system)
 
 
-def _with_system(render: Render, prompt: Messages, options: Options, is_token: re.Pattern[str]) -> Following:
+def _with_system(
+    render: Render, prompt: Messages, options: Options, is_token: re.Pattern[str]
+) -> Following:
     messages = [{"role": "system", "content": RULE}, *prompt]
     try:
         if RULE not in render(messages, True, options):
-            return Following("system", "plain", REFUSES, "does not show a message of role system")
+            return Following(
+                "system", "plain", REFUSES, "does not show a message of role system"
+            )
         case, _ = _case(render, messages, "user", "plain", options, is_token)
     except Exception as error:  # templates may raise anything
         return Following("system", "plain", REFUSES, f"raises {describe_error(error)}")
@@ -129,7 +153,12 @@ def _with_system(render: Render, prompt: Messages, options: Options, is_token: r
 
 
 def _case(
-    render: Render, prompt: Messages, role: str, turn: str, options: Options, is_token: re.Pattern[str]
+    render: Render,
+    prompt: Messages,
+    role: str,
+    turn: str,
+    options: Options,
+    is_token: re.Pattern[str],
 ) -> tuple[Following, str]:
     """Return the case, and the text of the token that ends the turn."""
     outcome = REFUSES
@@ -153,12 +182,16 @@ def _case(
             change = f"does not show a message of role {answers[0]['role']}"
         elif ANSWER not in turn_text:
             outcome = REWRITES
-            change = "leaves calls out" if "tool_calls" in message else "leaves the turn out"
+            change = (
+                "leaves calls out" if "tool_calls" in message else "leaves the turn out"
+            )
         elif turn in REASONED and THOUGHT not in turn_text:
             outcome = REWRITES
             change = "leaves reasoning out"
         else:
-            seen, again, end = _compare(read, turn_text, answered_text, is_token, reasoned=turn in REASONED)
+            seen, again, end = _compare(
+                read, turn_text, answered_text, is_token, reasoned=turn in REASONED
+            )
             change = "" if answered_text.startswith(seen) else _change(seen, again)
             return Following(role, turn, REWRITES if change else APPENDS, change), end
     return Following(role, turn, outcome, change), ""
@@ -167,7 +200,11 @@ def _case(
 def _turns(turn: str, calls: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the turn in each form in which templates read it."""
     content = "" if turn in CALLING else ANSWER
-    thoughts = [{"reasoning_content": THOUGHT}, {"thinking": THOUGHT}, {"reasoning": THOUGHT}]
+    thoughts = [
+        {"reasoning_content": THOUGHT},
+        {"thinking": THOUGHT},
+        {"reasoning": THOUGHT},
+    ]
     thoughts.append({"content": f"<think>\n{THOUGHT}\n</think>\n\n{content}"})
     for thought in thoughts if turn in REASONED else [{}]:
         message = {"role": "assistant", "content": content} | thought
@@ -175,12 +212,22 @@ def _turns(turn: str, calls: list[str]) -> Iterator[dict[str, Any]]:
             yield message
             continue
         for arguments in ({"a": ANSWER}, json.dumps({"a": ANSWER})):
-            functions = [{"id": call, "function": {"name": "add", "arguments": arguments}} for call in calls]
-            yield message | {"tool_calls": [{"type": "function"} | function for function in functions]}
+            functions = [
+                {"id": call, "function": {"name": "add", "arguments": arguments}}
+                for call in calls
+            ]
+            yield message | {
+                "tool_calls": [{"type": "function"} | function for function in functions]
+            }
 
 
 def _compare(
-    read: str, turn_text: str, answered_text: str, is_token: re.Pattern[str], *, reasoned: bool
+    read: str,
+    turn_text: str,
+    answered_text: str,
+    is_token: re.Pattern[str],
+    *,
+    reasoned: bool,
 ) -> tuple[str, str, str]:
     """Return what the policy has read and sampled, the template's text of the same later, and the end token's
     text.
@@ -196,7 +243,12 @@ def _compare(
     if not context.startswith(read):
         words = zip(WORD.findall(read), WORD.findall(context), strict=False)
         same = len(
-            "".join(one for one, context_word in itertools.takewhile(lambda pair: pair[0] == pair[1], words))
+            "".join(
+                one
+                for one, context_word in itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], words
+                )
+            )
         )
         context = read + context[same:]
     if (
@@ -204,7 +256,9 @@ def _compare(
         and later_context.startswith(read)
         and context[len(read) :].endswith(later_context[len(read) :])
     ):
-        context = later_context  # a policy that does not think does not write empty thoughts
+        context = (
+            later_context  # a policy that does not think does not write empty thoughts
+        )
     return (
         context + ANSWER + tail,
         later_context + ANSWER + following[:length],
@@ -216,7 +270,9 @@ def _change(seen: str, again: str) -> str:
     one = WORD.findall(seen)
     new_words = WORD.findall(again)
     changes = []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, one, new_words, autojunk=False).get_opcodes():
+    for kind, i, j, k, m in difflib.SequenceMatcher(
+        None, one, new_words, autojunk=False
+    ).get_opcodes():
         old = "".join(one[i:j])
         new = "".join(new_words[k:m])
         if kind != "equal":

@@ -70,8 +70,16 @@ class Thinking:
         of `place`.
         """
         longest = max(map(len, texts), default=0)  # a token has a character at least
-        for end in range(place + 1, min(place + longest, len(turn.ids)) + 1 if longest else 0):
-            if any(text in self._text(turn.ids[max(0, place - longest) : end]) for text in texts):
-                parts = {name: getattr(turn, name)[:end] for name in ("ids", "log_probs", "versions")}
+        for end in range(
+            place + 1, min(place + longest, len(turn.ids)) + 1 if longest else 0
+        ):
+            if any(
+                text in self._text(turn.ids[max(0, place - longest) : end])
+                for text in texts
+            ):
+                parts = {
+                    name: getattr(turn, name)[:end]
+                    for name in ("ids", "log_probs", "versions")
+                }
                 return replace(turn, **parts, finish_reason=STOP, stop_string=True)
         return turn

@@ -52,7 +52,9 @@ class HarborEnvironment:
             if calls:
                 return Observation([self._answer(call) for call in calls])
             if errors:
-                content = "\n".join(f"Error: {error}. Write the call again." for error in errors)
+                content = "\n".join(
+                    f"Error: {error}. Write the call again." for error in errors
+                )
                 return Observation([{"role": "user", "content": content}])
         return self._score()
 
@@ -85,9 +87,14 @@ class HarborEnvironment:
 
     def _run(self, command: str, longest: float = 0.0) -> tuple[int, str]:
         """longest: seconds, or 0 for those of a command."""
-        seconds = min(longest or self._command_seconds, max(1.0, self._end - time.monotonic()))
+        seconds = min(
+            longest or self._command_seconds, max(1.0, self._end - time.monotonic())
+        )
         result = self._running().run(
-            command, folder=self._layout.folder, variables=self._layout.variables, timeout_s=seconds
+            command,
+            folder=self._layout.folder,
+            variables=self._layout.variables,
+            timeout_s=seconds,
         )
         text = result.text[:LONGEST_OUTPUT]
         if result.timed_out:
@@ -98,8 +105,14 @@ class HarborEnvironment:
         function = call["function"]
         arguments = function["arguments"]
         answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"]}
-        if function["name"] != "shell" or not isinstance(arguments, dict) or set(arguments) != {"command"}:
-            return answer | {"content": "Error: there is one tool, shell, with one argument, command."}
+        if (
+            function["name"] != "shell"
+            or not isinstance(arguments, dict)
+            or set(arguments) != {"command"}
+        ):
+            return answer | {
+                "content": "Error: there is one tool, shell, with one argument, command."
+            }
         code, text = self._run(str(arguments["command"]))
         mark = f"\n[exit code {code}]" if code else ""
         return answer | {"content": text.rstrip("\n") + mark}
@@ -119,7 +132,9 @@ class HarborEnvironment:
                 timeout_s=self._task.test_seconds,
             )
             if result.timed_out:
-                raise EpisodeError(f"{self._place} took longer than {self._task.test_seconds:g} s")
+                raise EpisodeError(
+                    f"{self._place} took longer than {self._task.test_seconds:g} s"
+                )
             parts = self._read_rewards(sandbox)
         finally:
             self.close()
@@ -147,7 +162,9 @@ class HarborEnvironment:
         rewards = value if isinstance(value, dict) else {"reward": value}
         numbers = {name: number for name, number in rewards.items() if _is_number(number)}
         if len(numbers) != len(rewards) or "reward" not in numbers:
-            raise EpisodeError(f"{self._place}: {file} has no finite number as reward: {content[:80]!r}")
+            raise EpisodeError(
+                f"{self._place}: {file} has no finite number as reward: {content[:80]!r}"
+            )
         return {name: float(number) for name, number in numbers.items()}
 
 
@@ -156,7 +173,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _write_folder(sandbox: Sandbox, source: Path, inside: str) -> None:
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    files = (
+        [source]
+        if source.is_file()
+        else sorted(path for path in source.rglob("*") if path.is_file())
+    )
     for file in files:
         path = inside if source.is_file() else f"{inside}/{file.relative_to(source)}"
         sandbox.write(path, file.read_bytes())

@@ -27,7 +27,9 @@ SHELL = {
         "description": "Run a shell command and return what it prints. Files stay for later commands.",
         "parameters": {
             "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command line."}},
+            "properties": {
+                "command": {"type": "string", "description": "The command line."}
+            },
             "required": ["command"],
         },
     },
@@ -72,7 +74,9 @@ def read_tasks(text: str) -> list[TaskFolder]:
     """Read the tasks of `harbor:FOLDER`, a task or a folder of tasks. Raises DataError, naming the file."""
     folder = Path(text.removeprefix(f"{HARBOR}:")).expanduser().absolute()
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder. Name a folder of tasks, each with task.toml.")
+        raise DataError(
+            f"{folder} is not a folder. Name a folder of tasks, each with task.toml."
+        )
     if (folder / "task.toml").is_file():
         return [read_task(folder)]
     files = sorted(folder.glob("*/task.toml"))
@@ -85,7 +89,9 @@ def read_task(folder: Path) -> TaskFolder:
     """Read one task. Raises DataError, naming the file."""
     values = _flatten(_read_toml(folder / "task.toml"))
     if "steps" in values:
-        raise DataError(f"{folder / 'task.toml'}: steps: tasks of several steps are not read.")
+        raise DataError(
+            f"{folder / 'task.toml'}: steps: tasks of several steps are not read."
+        )
     mode = values.pop("verifier.environment_mode", SHARED)
     if mode != SHARED:
         raise DataError(
@@ -95,12 +101,18 @@ def read_task(folder: Path) -> TaskFolder:
     seconds = [_number(folder, values, name) for name in NUMBERS]
     image = values.get("environment.docker_image") or ""
     if not isinstance(image, str):
-        raise DataError(f"{folder / 'task.toml'}: environment.docker_image={image!r} is not a text.")
+        raise DataError(
+            f"{folder / 'task.toml'}: environment.docker_image={image!r} is not a text."
+        )
     instruction = _read_text(folder / "instruction.md")
     if not instruction.strip():
         raise DataError(f"{folder / 'instruction.md'} is empty.")
     _read_text(folder / "tests" / "test.sh")
-    unread = [name for name in values if name not in READ and name.split(".")[0] not in DESCRIPTIONS]
+    unread = [
+        name
+        for name in values
+        if name not in READ and name.split(".")[0] not in DESCRIPTIONS
+    ]
     return TaskFolder(folder, instruction, seconds[0], seconds[1], image, tuple(unread))
 
 
@@ -117,14 +129,18 @@ def unread_lines(text: str, kind: str) -> list[str]:
     lines = []
     if unread := list_unread(tasks):
         lines.append(f"{text}: of task.toml has no effect: {', '.join(unread)}")
-    ignored = [task for task in tasks if task.image and (task.folder / DOCKERFILE).is_file()]
+    ignored = [
+        task for task in tasks if task.image and (task.folder / DOCKERFILE).is_file()
+    ]
     if ignored and not kind.startswith("bubblewrap"):
         lines.append(
             f"{text}: {len(ignored)} of {len(tasks)} tasks have {DOCKERFILE}, which has no effect beside "
             "environment.docker_image"
         )
     if kind.startswith(("kubernetes", "modal", "daytona")):
-        lines.append(f"{text}: in {kind}, a process that the policy leaves runs on beside the tests")
+        lines.append(
+            f"{text}: in {kind}, a process that the policy leaves runs on beside the tests"
+        )
     return lines
 
 
@@ -179,7 +195,9 @@ def read_layout(folder: Path) -> Layout:
         elif word == "ENV" and "=" in rest:
             variables |= dict(part.split("=", 1) for part in split(rest) if "=" in part)
         elif not _has_no_effect(word, rest):
-            raise DataError(f"{file}: {line[:80]!r} needs an image. Use rollout.sandbox.kind=docker:IMAGE.")
+            raise DataError(
+                f"{file}: {line[:80]!r} needs an image. Use rollout.sandbox.kind=docker:IMAGE."
+            )
     return Layout(place, tuple(copies), variables)
 
 
@@ -227,7 +245,11 @@ def _read_text(file: Path) -> str:
 def _flatten(section: dict[str, Any], above: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in section.items():
-        inner = _flatten(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
+        inner = (
+            _flatten(value, f"{above}{name}.")
+            if isinstance(value, dict)
+            else {f"{above}{name}": value}
+        )
         values |= inner
     return values
 
@@ -235,5 +257,7 @@ def _flatten(section: dict[str, Any], above: str = "") -> dict[str, Any]:
 def _number(folder: Path, values: dict[str, Any], name: str) -> float:
     value = values.get(name, 600.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise DataError(f"{folder / 'task.toml'}: {name}={value!r} is not a number of seconds above 0.")
+        raise DataError(
+            f"{folder / 'task.toml'}: {name}={value!r} is not a number of seconds above 0."
+        )
     return float(value)

@@ -68,7 +68,9 @@ def png_of(data: Any) -> bytes:
     if isinstance(data, bytes):
         return data
     buffer = io.BytesIO()
-    (data.open() if isinstance(data, ImageSource) else data).save(buffer, "PNG", compress_level=1)
+    (data.open() if isinstance(data, ImageSource) else data).save(
+        buffer, "PNG", compress_level=1
+    )
     return buffer.getvalue()
 
 
@@ -108,7 +110,9 @@ def read_image(value: Any, place: str, folder: str = "") -> "PIL.Image.Image":
             else:
                 picture = PIL.Image.open(_file(value, place, folder), formats=FORMATS)
             if picture.format not in (None, *FORMATS):
-                raise ImageError(f"{place}: {name} is in format {picture.format}. Write it as PNG or JPEG.")
+                raise ImageError(
+                    f"{place}: {name} is in format {picture.format}. Write it as PNG or JPEG."
+                )
             if getattr(picture, "is_animated", False):
                 raise ImageError(f"{place}: {name} is animated. Give one of its frames.")
             return _on_white(PIL.ImageOps.exif_transpose(picture))
@@ -118,11 +122,15 @@ def read_image(value: Any, place: str, folder: str = "") -> "PIL.Image.Image":
             f"{place}: {name} is not an image in a format of {formats}. Write it as PNG."
         ) from None
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise ImageError(f"{place}: {name} is too large to be read: {error}. Make it smaller.") from None
+        raise ImageError(
+            f"{place}: {name} is too large to be read: {error}. Make it smaller."
+        ) from None
     except ImageError:
         raise
     except Exception as error:  # Pillow raises many types for broken files
-        raise ImageError(f"{place}: {name} cannot be read as an image: {describe_error(error)}.") from None
+        raise ImageError(
+            f"{place}: {name} cannot be read as an image: {describe_error(error)}."
+        ) from None
 
 
 def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
@@ -148,7 +156,9 @@ def _file(value: Any, place: str, folder: str) -> Any:
     if value.startswith("data:"):
         return io.BytesIO(base64.b64decode(value.partition(",")[2]))
     if "://" in value:
-        raise ImageError(f"{place}: {name_of(value)} is a URL, and images are not fetched. Give a path.")
+        raise ImageError(
+            f"{place}: {name_of(value)} is a URL, and images are not fetched. Give a path."
+        )
     if not (path := Path(folder, value)).is_file():
         raise ImageError(
             f"{place}: there is no image {path}. Relative paths start at the folder of the data."

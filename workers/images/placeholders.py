@@ -33,7 +33,9 @@ class Placeholders:
         self.id = int(processor.tokenizer.convert_tokens_to_ids(self.token))
         self._of_size: dict[tuple[int, int], np.ndarray] = {}
 
-    def expand(self, ids: np.ndarray, images: Sequence[Image], place: str) -> tuple[np.ndarray, Placed]:
+    def expand(
+        self, ids: np.ndarray, images: Sequence[Image], place: str
+    ) -> tuple[np.ndarray, Placed]:
         """Replace each placeholder by its image's tokens: int32 [n], and the images' places.
 
         Raises DataError, naming `place`, unless there is one placeholder for each image.
@@ -50,7 +52,11 @@ class Placeholders:
         return self._expand(ids, places, images, place)
 
     def _expand(
-        self, ids: np.ndarray, places: np.ndarray, images: Sequence[Image], record_place: str
+        self,
+        ids: np.ndarray,
+        places: np.ndarray,
+        images: Sequence[Image],
+        record_place: str,
     ) -> tuple[np.ndarray, Placed]:
         parts = []
         placed = []
@@ -69,13 +75,18 @@ class Placeholders:
         import PIL.Image
 
         if (size := (width, height)) not in self._of_size:
-            self._of_size[size] = self._whole(self.token, [PIL.Image.new("RGB", size)], place)
+            self._of_size[size] = self._whole(
+                self.token, [PIL.Image.new("RGB", size)], place
+            )
         return self._of_size[size]
 
     def _whole(self, text: str, images: Sequence[Any], place: str) -> np.ndarray:
         try:
             outputs = self._processor(
-                text=[text], images=[list(images)], add_special_tokens=False, return_tensors="np"
+                text=[text],
+                images=[list(images)],
+                add_special_tokens=False,
+                return_tensors="np",
             )
         except Exception as error:  # processors raise many types
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
@@ -87,9 +98,13 @@ class Placeholders:
 
     def _compare(self, images: Sequence[Image], place: str) -> None:
         """Raise ConfigError unless the whole processor expands a text with these images to the same ids."""
-        text = "Look:\n" + " and\n".join([f"{self.token}\n ({n}) {self.token}." for n in range(len(images))])
+        text = "Look:\n" + " and\n".join(
+            [f"{self.token}\n ({n}) {self.token}." for n in range(len(images))]
+        )
         pictures = [_picture(image.data, place) for image in images for _ in range(2)]
-        ids = np.asarray(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        ids = np.asarray(
+            self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32
+        )
         twice = [image for image in images for _ in range(2)]
         if not np.array_equal(
             self._expand(ids, np.flatnonzero(ids == self.id), twice, place)[0],
@@ -109,7 +124,9 @@ class RefusedImages(Placeholders):
         self._path = path
         self._problem = problem
 
-    def expand(self, ids: np.ndarray, images: Sequence[Image], place: str) -> tuple[np.ndarray, Placed]:
+    def expand(
+        self, ids: np.ndarray, images: Sequence[Image], place: str
+    ) -> tuple[np.ndarray, Placed]:
         """Return the ids. Raises ConfigError if there are images."""
         if images:
             raise ConfigError(
@@ -127,6 +144,10 @@ def spread(values: np.ndarray, placed: Sequence[PlacedImage]) -> np.ndarray:
     """Give each token of an image 0, in values [n] of the ids before `expand`."""
     for image in placed:
         values = np.concatenate(
-            [values[: image.first], np.zeros(image.tokens, values.dtype), values[image.first + 1 :]]
+            [
+                values[: image.first],
+                np.zeros(image.tokens, values.dtype),
+                values[image.first + 1 :],
+            ]
         )
     return values

@@ -75,7 +75,9 @@ class HostActivations:
 
     def _fetch(self, saved: Saved) -> tuple[Tensor, Any]:
         if saved.back is None:
-            tensor = torch.empty(saved.host.shape, dtype=saved.host.dtype, device=saved.device)
+            tensor = torch.empty(
+                saved.host.shape, dtype=saved.host.dtype, device=saved.device
+            )
             saved.back = tensor, self._copies.copy(saved.host, tensor)
         return saved.back
 

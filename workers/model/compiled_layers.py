@@ -30,7 +30,9 @@ def compile_layers(layers: Iterable[nn.Module], *, shares_experts: bool) -> None
     shares_experts: whether ranks share the experts, which then run as they are: their sizes differ in every
     pass.
     """
-    compiled = partial(torch.compile, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)
+    compiled = partial(
+        torch.compile, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS
+    )
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
     for layer in layers:
         experts = find_experts(layer)

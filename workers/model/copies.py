@@ -12,12 +12,21 @@ from torch import Tensor
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors of the host to `device` in one transfer. The host does not wait: their copy is pinned."""
-    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)  # aligned without gaps
+    order = sorted(
+        range(len(tensors)), key=lambda index: -tensors[index].itemsize
+    )  # aligned without gaps
     parts = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
     packed = torch.cat(parts)
-    packed = packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True)
+    packed = (
+        packed
+        if device.type == "cpu"
+        else packed.pin_memory().to(device, non_blocking=True)
+    )
     by_index = dict(zip(order, packed.split([len(part) for part in parts]), strict=True))
-    return [by_index[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
+    return [
+        by_index[index].view(tensor.dtype).view(tensor.shape)
+        for index, tensor in enumerate(tensors)
+    ]
 
 
 class CopyStream:
@@ -32,7 +41,9 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             if target.is_cuda:
-                target.record_stream(self._stream)  # an interrupted backward pass may drop it without a wait
+                target.record_stream(
+                    self._stream
+                )  # an interrupted backward pass may drop it without a wait
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:

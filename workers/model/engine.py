@@ -30,7 +30,12 @@ from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, DataError
 from workers.model.checkpoint.checkpoint import Checkpointer
 from workers.model.checkpoint.export import write_folder
-from workers.model.checkpoint.lora import adapter_files, adapter_weights, without_adapters, write_adapters
+from workers.model.checkpoint.lora import (
+    adapter_files,
+    adapter_weights,
+    without_adapters,
+    write_adapters,
+)
 from workers.model.forward_backward import EnginePass, TokenOutputs
 from workers.model.losses import (
     Denominators,
@@ -50,7 +55,12 @@ from workers.model.model import Read
 from workers.model.optimizer.nonfinite_guard import NonfiniteGuard
 from workers.model.optimizer.optimizer import changed_groups, make_optimizer, make_schedule
 from workers.model.optimizer.training_states import TrainingState, TrainingStates
-from workers.model.rows.packing import MicroBatch, ModelInput, check_micro_batches, check_sequences
+from workers.model.rows.packing import (
+    MicroBatch,
+    ModelInput,
+    check_micro_batches,
+    check_sequences,
+)
 from workers.model.sharded_model import ShardedModel
 from workers.model.sharding.parallel import reshard
 from workers.model.sharding.stage_layers import Passing
@@ -100,14 +110,25 @@ class TrainingEngine(ShardedModel):
         self.optimizer_config = optimizer
         self.teacher_layer: WholeLayer | None = None
         if optimizer is not None:
-            begin = partial(self._begin_state, optimizer, total_steps, offload=optimizer_offload)
-            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            begin = partial(
+                self._begin_state, optimizer, total_steps, offload=optimizer_offload
+            )
+            trained = [
+                parameter
+                for parameter in self.module.parameters()
+                if parameter.requires_grad
+            ]
             self.states = TrainingStates(trained, begin, model_config.lora.policies)
         self._compare_numerics()
 
-    def _begin_state(self, config: OptimizerConfig, total_steps: int, *, offload: bool) -> TrainingState:
+    def _begin_state(
+        self, config: OptimizerConfig, total_steps: int, *, offload: bool
+    ) -> TrainingState:
         # A tied weight, of two stages too, has one name: noise of rounding is by name.
-        named = [(self.stage.first_name(name), weight) for name, weight in self.module.named_parameters()]
+        named = [
+            (self.stage.first_name(name), weight)
+            for name, weight in self.module.named_parameters()
+        ]
         sets = (self.module.layer_matrices, self.module.tower)
         optimizer = make_optimizer(named, config, *sets, offload=offload)
         schedule = make_schedule(optimizer, config, total_steps)
@@ -118,7 +139,9 @@ class TrainingEngine(ShardedModel):
         return self.states.current.optimizer
 
     @torch.no_grad()
-    def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
+    def log_probs(
+        self, sequences: DataProto, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[Tensor, Metrics]:
         """Return the log-probability of every token with `loss_mask`, forward only: float32 [T] on the CPU, 0
         elsewhere.
 
@@ -147,7 +170,9 @@ class TrainingEngine(ShardedModel):
         return log_probs, entropies, metrics
 
     @torch.no_grad()
-    def sequence_log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def sequence_log_probs(
+        self, sequences: DataProto, micro_batches: Sequence[MicroBatch]
+    ) -> Tensor:
         """Return the summed log-prob of each sequence's tokens with `loss_mask`, forward only: float64 [B] on
         the CPU.
         """
@@ -156,7 +181,9 @@ class TrainingEngine(ShardedModel):
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
-            result[start:stop].index_add_(0, predictions.sequence_index, predictions.log_probs.double())
+            result[start:stop].index_add_(
+                0, predictions.sequence_index, predictions.log_probs.double()
+            )
 
         self._forward_passes("log_probs", sequences, micro_batches, finish)
         return self.stage.from_last(result.cpu())
@@ -193,7 +220,9 @@ class TrainingEngine(ShardedModel):
             as_numpy(weights.whole(name, self.dtype)) if weights.has(name) else None
             for name in (f"{self._output_name}.weight", f"{self._output_name}.bias")
         )
-        return WholeLayer(weight, bias, self.module.softcap, self.module.logit_factor, self.dtype)
+        return WholeLayer(
+            weight, bias, self.module.softcap, self.module.logit_factor, self.dtype
+        )
 
     @torch.no_grad()
     def values(
@@ -244,7 +273,9 @@ class TrainingEngine(ShardedModel):
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
             tokens.add(
-                int(sequences.offsets[start]), rows, [getattr(predictions, column) for column in columns]
+                int(sequences.offsets[start]),
+                rows,
+                [getattr(predictions, column) for column in columns],
             )
             if rows.counts:
                 statistics.append(measure(predictions))
@@ -271,9 +302,13 @@ class TrainingEngine(ShardedModel):
         def finish_slice(index: int, rows: ModelInput, outputs: Any) -> None:
             finish(*rounds[index], rows, outputs)
 
-        work = EnginePass(name, slices, self._computed(read), finish_slice, forward=True, cells=cells)
+        work = EnginePass(
+            name, slices, self._computed(read), finish_slice, forward=True, cells=cells
+        )
         self.runner.run(work)
-        reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
+        reshard(
+            self.module
+        )  # without a backward pass nothing else frees the gathered parameters
 
     def _check_trained(self) -> OptimizerConfig:
         if self.optimizer_config is None:
@@ -297,7 +332,9 @@ class TrainingEngine(ShardedModel):
 
         Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
-        return self._forward_backward(sequences, micro_batches, loss_function, denominators, cells, None)
+        return self._forward_backward(
+            sequences, micro_batches, loss_function, denominators, cells, None
+        )
 
     def forward_backward_log_probs(
         self,
@@ -328,7 +365,9 @@ class TrainingEngine(ShardedModel):
     ) -> Metrics:
         self._check_trained()
         if not micro_batches:
-            raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
+            raise DataError(
+                "a mini-batch needs at least one micro-batch on every rank, if only an empty one"
+            )
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=False)
         micro_batches = self.stage.whole_rounds(micro_batches)
@@ -340,14 +379,26 @@ class TrainingEngine(ShardedModel):
             predictions = self._predictions(parts[index], rows, outputs)
             loss, measured = loss_function(predictions, denominators)
             if tokens is not None:
-                tokens.add(int(sequences.offsets[micro_batches[index][0]]), rows, [predictions.log_probs])
-            self.states.current.nonfinite_guard.watch(sequences, *micro_batches[index], loss)
-            statistics.append(measured if rows.counts else {"loss": total(torch.zeros_like(loss))})
+                tokens.add(
+                    int(sequences.offsets[micro_batches[index][0]]),
+                    rows,
+                    [predictions.log_probs],
+                )
+            self.states.current.nonfinite_guard.watch(
+                sequences, *micro_batches[index], loss
+            )
+            statistics.append(
+                measured if rows.counts else {"loss": total(torch.zeros_like(loss))}
+            )
             return loss
 
         self.routing.begin(parts, self.data_parallel_groups)
         read = distilled(loss_function, self.teacher_layer)
-        self.runner.run(EnginePass("update", parts, self._computed(read), finish, trains=True, cells=cells))
+        self.runner.run(
+            EnginePass(
+                "update", parts, self._computed(read), finish, trains=True, cells=cells
+            )
+        )
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self, settings: StepSettings = CONFIGURED) -> Metrics:
@@ -361,11 +412,17 @@ class TrainingEngine(ShardedModel):
         """
         config = self._check_trained()
         state = self.states.current
-        longest = config.max_grad_norm if settings.max_grad_norm is None else settings.max_grad_norm
+        longest = (
+            config.max_grad_norm
+            if settings.max_grad_norm is None
+            else settings.max_grad_norm
+        )
         norm = clip_over_stages(self.stage, self.module, longest)
         finite = state.nonfinite_guard.takes_step(norm, self.device)
         with changed_groups(state.optimizer, config, settings, self.module.vectors):
-            learning_rate = float(state.optimizer.param_groups[0]["lr"])  # own optimisers may keep a tensor
+            learning_rate = float(
+                state.optimizer.param_groups[0]["lr"]
+            )  # own optimisers may keep a tensor
             if finite:
                 state.optimizer.step()
         if finite:
@@ -400,7 +457,9 @@ class TrainingEngine(ShardedModel):
         cannot write.
         """
         weights = self._adapter_weights("save adapters")
-        write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
+        write_folder(
+            Path(path), lambda folder: write_adapters(self.module.model, weights, folder)
+        )
 
     def adapter_files(self) -> dict[str, np.ndarray]:
         """Return the files of `save_adapters` by name, uint8 [bytes], empty except on rank 0. Collective."""
@@ -418,7 +477,9 @@ class TrainingEngine(ShardedModel):
 
     def _check_adapters(self, action: str) -> None:
         if not self.has_adapters:
-            raise ConfigError(f"an engine without adapters cannot {action}. Set model.lora.rank.")
+            raise ConfigError(
+                f"an engine without adapters cannot {action}. Set model.lora.rank."
+            )
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
@@ -426,7 +487,12 @@ class TrainingEngine(ShardedModel):
         return Checkpointer(self.module, self.states, self.device, self.stage)
 
     def save_checkpoint(
-        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = ""
+        self,
+        path: str | Path,
+        *,
+        step: int,
+        extra: dict[str, Any] | None = None,
+        policy: str = "",
     ) -> None:
         """Start to save the training state in the background, with the caller's `extra`. See
         `Checkpointer.save`. Collective.
@@ -442,7 +508,9 @@ class TrainingEngine(ShardedModel):
 
     def _computed(self, read: Read | None) -> Callable[[ModelInput, Passing], Any]:
         arguments = () if read is None else (read,)  # a value head's model takes none
-        return lambda rows, passing: self.module(rows, self.temperature, passing, *arguments)
+        return lambda rows, passing: self.module(
+            rows, self.temperature, passing, *arguments
+        )
 
     def _predictions(self, micro_batch: DataProto, rows: ModelInput, outputs: Any) -> Any:
         """Return (Value)Predictions of the whole micro-batch, on every rank of a context-parallel group."""
@@ -451,8 +519,13 @@ class TrainingEngine(ShardedModel):
         matrices = [output if output.dim() == 2 else output[:, None] for output in outputs]
         sizes = [matrix.shape[1] for matrix in matrices]
         dtype = outputs[0].dtype
-        parts = rows.whole(torch.cat([matrix.to(dtype) for matrix in matrices], dim=-1)).split(sizes, dim=-1)
-        columns = [part.squeeze(-1) if size == 1 else part for part, size in zip(parts, sizes, strict=True)]
+        parts = rows.whole(
+            torch.cat([matrix.to(dtype) for matrix in matrices], dim=-1)
+        ).split(sizes, dim=-1)
+        columns = [
+            part.squeeze(-1) if size == 1 else part
+            for part, size in zip(parts, sizes, strict=True)
+        ]
         return Predictions.gather(columns, micro_batch, rows)
 
 

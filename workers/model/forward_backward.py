@@ -127,7 +127,11 @@ class MicroBatchRunner:
 
     def run(self, work: EnginePass) -> None:
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
-        order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
+        order = (
+            actions(schedule, self._stage.index, len(work.micro_batches))
+            if work.micro_batches
+            else ()
+        )
         last = {action.chunk: action for action in order if action.kind == "backward"}
         for action in order:
             part = self._stage.parts[action.chunk]
@@ -140,7 +144,9 @@ class MicroBatchRunner:
 
     def _received(self, work: EnginePass, action: Action, part: Part) -> Tensor | None:
         """Return the input of a pass that another part sends."""
-        if self._exchange is None or (part.first if action.kind == "forward" else part.last):
+        if self._exchange is None or (
+            part.first if action.kind == "forward" else part.last
+        ):
             return None
         if action.kind == "forward":
             rows, cells = self._lay_out(work, action.micro_batch).input_ids.shape
@@ -155,14 +161,20 @@ class MicroBatchRunner:
             shape = end.shape
         return self._exchange.receive(action.kind, shape, self._dtype, self._device)
 
-    def _forward(self, work: EnginePass, action: Action, part: Part, received: Tensor | None) -> None:
+    def _forward(
+        self, work: EnginePass, action: Action, part: Part, received: Tensor | None
+    ) -> None:
         index = action.micro_batch
         micro_batch = work.micro_batches[index]
         if received is not None:
             received.requires_grad_(work.trains)
-        placed = (image for images in micro_batch.objects.get("images", ()) for image in images)
+        placed = (
+            image for images in micro_batch.objects.get("images", ()) for image in images
+        )
         images = {placed_image.image.digest: placed_image.tokens for placed_image in placed}
-        with self._clock.micro_step(work.name, micro_batch.lengths, [*images.values()]) as step:
+        with self._clock.micro_step(
+            work.name, micro_batch.lengths, [*images.values()]
+        ) as step:
             rows = self._lay_out(work, index)
             step.leave_out(rows.shared)
             step.share(rows.degree)
@@ -177,7 +189,9 @@ class MicroBatchRunner:
         if work.trains:
             work.begun[index, action.chunk] = _Begun(received, end, step, routed)
 
-    def _backward(self, work: EnginePass, action: Action, part: Part, gradient: Tensor | None) -> None:
+    def _backward(
+        self, work: EnginePass, action: Action, part: Part, gradient: Tensor | None
+    ) -> None:
         forward_pass = work.begun.pop((action.micro_batch, action.chunk))
         assert forward_pass.end is not None
         with self._clock.more_of(forward_pass.step), self._following(forward_pass.routed):
@@ -195,5 +209,7 @@ class MicroBatchRunner:
     def _lay_out(self, work: EnginePass, index: int) -> ModelInput:
         if index not in work.rows:
             batch = work.micro_batches[index]
-            work.rows[index] = self._layout.lay_out(batch, forward=work.forward, cells=work.cells)
+            work.rows[index] = self._layout.lay_out(
+                batch, forward=work.forward, cells=work.cells
+            )
         return work.rows[index]

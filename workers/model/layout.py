@@ -77,13 +77,22 @@ class RowLayout:
         )
         self.shared_from = config.min_shared_tokens if shares_prefix else 0
         heads = model.head_sizes
-        self._flash = flash_implementation(config.attention, device, compute_dtype, head_sizes=heads)
+        self._flash = flash_implementation(
+            config.attention, device, compute_dtype, head_sizes=heads
+        )
         if self._by_segment and not (self._ring and min(shares.context_degrees) > 1):
             self._backend = choose_backend(
-                config.attention, device, compute_dtype, features, model=name, head_sizes=heads
+                config.attention,
+                device,
+                compute_dtype,
+                features,
+                model=name,
+                head_sizes=heads,
             )
 
-    def lay_out(self, micro_batch: DataProto, *, forward: bool = False, cells: str = "before") -> ModelInput:
+    def lay_out(
+        self, micro_batch: DataProto, *, forward: bool = False, cells: str = "before"
+    ) -> ModelInput:
         """Lay out a micro-batch. The model's inputs are on the device.
 
         forward: use the layout of forward-only passes. cells: which to read: `before` each token with
@@ -93,15 +102,21 @@ class RowLayout:
         layout, multiple = self._config.rows(forward=forward)
         chosen = micro_batch.columns.get(CONTEXT_DEGREE)
         # Ranks of an empty micro-batch have nothing to share.
-        degree = self._context if chosen is None else int(chosen.max()) if len(chosen) else 1
+        degree = (
+            self._context if chosen is None else int(chosen.max()) if len(chosen) else 1
+        )
         multiple = math.lcm(multiple, length_multiple(degree, self._tensor))
         if self._by_segment:
-            rows: ModelInput = self._row(micro_batch, multiple, to_longest=layout == "padded")
+            rows: ModelInput = self._row(
+                micro_batch, multiple, to_longest=layout == "padded"
+            )
         else:
             rows = pad(micro_batch, multiple)
         # Its row has a token without work, so that the rank takes part in collectives.
         if not len(micro_batch):
-            rows = replace(rows, source=torch.full_like(rows.source, -1), cells=rows.cells[:0])
+            rows = replace(
+                rows, source=torch.full_like(rows.source, -1), cells=rows.cells[:0]
+            )
         if cells != "before":
             rows = read_own(rows) if cells == "own" else read_last(rows, micro_batch)
         if self._model.vision is not None:
@@ -111,15 +126,25 @@ class RowLayout:
                 f"{self._model.name} takes no images. Remove data.image_key, or take another model."
             )
         if isinstance(rows, PackedRow):
-            group = self._parallel.context_groups[degree] if self._parallel and degree > 1 else None
+            group = (
+                self._parallel.context_groups[degree]
+                if self._parallel and degree > 1
+                else None
+            )
             attention = self._attention(rows, group)
             if self._parallel and self._tensor > 1 and self._model.has_states:
-                exchange = HeadExchange(rows, self._parallel.token_groups[degree], self._device, self._tensor)
-                attention = RowAttention(attention, StateRow.of(rows, self._device, exchange))
+                exchange = HeadExchange(
+                    rows, self._parallel.token_groups[degree], self._device, self._tensor
+                )
+                attention = RowAttention(
+                    attention, StateRow.of(rows, self._device, exchange)
+                )
             rows = cut(rows, group, self._device) if group else rows
             rows = replace(rows, attention=attention)
         if chosen is not None and self._parallel is not None:
-            rows = replace(rows, degree=degree, counts=self._parallel.context_rank % degree == 0)
+            rows = replace(
+                rows, degree=degree, counts=self._parallel.context_rank % degree == 0
+            )
         names = (
             "input_ids",
             "position_ids",
@@ -131,10 +156,14 @@ class RowLayout:
         )
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
         images = rows.images or {}
-        sent = to_device(self._device, *read.values(), *rows.teacher.values(), *images.values())
+        sent = to_device(
+            self._device, *read.values(), *rows.teacher.values(), *images.values()
+        )
         teacher = dict(zip(rows.teacher, sent[len(read) :], strict=False))
         pixels = dict(zip(images, sent[len(sent) - len(images) :], strict=True)) or None
-        return replace(rows, teacher=teacher, images=pixels, **dict(zip(read, sent, strict=False)))
+        return replace(
+            rows, teacher=teacher, images=pixels, **dict(zip(read, sent, strict=False))
+        )
 
     def _row(self, micro_batch: DataProto, multiple: int, *, to_longest: bool) -> PackedRow:
         if self.shared_from:
@@ -144,7 +173,9 @@ class RowLayout:
         return pack(micro_batch, multiple, to_longest=to_longest)
 
     def _attention(self, row: PackedRow, group: ProcessGroup | None) -> PackedAttention:
-        use_flash_implementation(self._flash)  # another engine of this process may have another one
+        use_flash_implementation(
+            self._flash
+        )  # another engine of this process may have another one
         if group and self._ring:
             return RingAttention(row, group, self._device)
         if isinstance(row, SharedRow):

@@ -52,7 +52,9 @@ class LowBitLinear(nn.Linear):
         self.out_features = linear.out_features
 
     def forward(self, input: Tensor) -> Tensor:
-        result: Tensor = _LinearOfCodes.apply(input, self.codes, self.scales, self.pairs, self.bias)
+        result: Tensor = _LinearOfCodes.apply(
+            input, self.codes, self.scales, self.pairs, self.bias
+        )
         return result
 
     @property
@@ -66,7 +68,12 @@ class _LinearOfCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, pairs: Tensor | None, bias: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        pairs: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, pairs)
         return functional.linear(x, dequantize(codes, scales, pairs).to(x.dtype), bias)
@@ -134,10 +141,16 @@ def narrow_frozen(model: nn.Module, dtype: torch.dtype, tower: set[nn.Parameter]
     narrow: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight has two places
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.requires_grad or parameter in tower or parameter.itemsize <= dtype.itemsize:
+            if (
+                parameter.requires_grad
+                or parameter in tower
+                or parameter.itemsize <= dtype.itemsize
+            ):
                 continue
             if parameter not in narrow:
-                narrow[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                narrow[parameter] = nn.Parameter(
+                    parameter.detach().to(dtype), requires_grad=False
+                )
             setattr(module, name, narrow[parameter])
 
 
@@ -147,7 +160,9 @@ def block_of(width: int) -> int:
     return block if block >= SMALLEST_BLOCK else 0
 
 
-def check_width(linear: nn.Linear, name: str, base_dtype: str, tensor_parallel: int) -> None:
+def check_width(
+    linear: nn.Linear, name: str, base_dtype: str, tensor_parallel: int
+) -> None:
     """Raise ConfigError unless rows of a module's weight are whole blocks, on each rank of a tensor-parallel
     group.
     """

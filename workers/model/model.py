@@ -25,11 +25,21 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from workers.config.roles import ModelConfig
-from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, describe_error
+from workers.errors import (
+    BallastError,
+    ConfigError,
+    UnsupportedModelError,
+    clause,
+    describe_error,
+)
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME
 from workers.model.attention.mixers import check_mixers, find_mixers, split_by_segment
-from workers.model.attention.selected_attention import NO_MASK, find_indexers, select_by_segment
+from workers.model.attention.selected_attention import (
+    NO_MASK,
+    find_indexers,
+    select_by_segment,
+)
 from workers.model.attention.states import sharing_problem
 from workers.model.losses.logprobs import Head, OutputLayer, log_probs_of
 from workers.model.optimizer.optimizer import is_vector
@@ -79,14 +89,19 @@ class PackedModel(nn.Module):
         self.softcap = final_softcap(model.config)
         self.logit_factor = logit_factor(model.config)
         sees = (
-            hasattr(model, "get_image_features") and getattr(model.config, "image_token_id", None) is not None
+            hasattr(model, "get_image_features")
+            and getattr(model.config, "image_token_id", None) is not None
         )
         sees = sees and model.config.model_type not in IMAGES_SEE_AHEAD
         self.vision = (
-            Vision(model, decoder_of(model)) if sees and model.get_output_embeddings() is not None else None
+            Vision(model, decoder_of(model))
+            if sees and model.get_output_embeddings() is not None
+            else None
         )
         # Families that use only distances of positions (ALiBi) take none.
-        self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
+        self.takes_positions = (
+            "position_ids" in inspect.signature(decoder_of(model).forward).parameters
+        )
 
     @property
     def name(self) -> str:
@@ -100,9 +115,15 @@ class PackedModel(nn.Module):
     @property
     def layer_matrices(self) -> set[nn.Parameter]:
         """Return the weights of the layers that are matrices, and those of experts, [E, A, B]."""
-        experts = {parameter for module in find_experts(self.model) for parameter in module.parameters()}
+        experts = {
+            parameter
+            for module in find_experts(self.model)
+            for parameter in module.parameters()
+        }
         named = [item for layer in self.layers for item in layer.named_parameters()]
-        matrices = [parameter for name, parameter in named if not is_vector(name, parameter)]
+        matrices = [
+            parameter for name, parameter in named if not is_vector(name, parameter)
+        ]
         return {
             parameter
             for parameter in matrices
@@ -112,13 +133,21 @@ class PackedModel(nn.Module):
     @property
     def vectors(self) -> set[nn.Parameter]:
         """Return the parameters that do not decay, unless all do."""
-        return {parameter for name, parameter in self.named_parameters() if is_vector(name, parameter)}
+        return {
+            parameter
+            for name, parameter in self.named_parameters()
+            if is_vector(name, parameter)
+        }
 
     def layers_of(self, part: Part) -> list[nn.Module]:
         """Return a part's layers, and those of a trained tower, which are sharded one by one."""
         layers = layers_of_decoder(self.model)
         tower = self.tower_blocks if part.first else []
-        return tower + ([] if layers is None else [layers.get_submodule(str(index)) for index in part.layers])
+        return tower + (
+            []
+            if layers is None
+            else [layers.get_submodule(str(index)) for index in part.layers]
+        )
 
     @property
     def tower(self) -> set[nn.Parameter]:
@@ -131,7 +160,9 @@ class PackedModel(nn.Module):
     @property
     def frozen_names(self) -> frozenset[str]:
         """Return the names of `frozen_tower` in the whole model."""
-        return frozenset() if self.vision is None or self.vision.trains else self.vision.names
+        return (
+            frozenset() if self.vision is None or self.vision.trains else self.vision.names
+        )
 
     @property
     def tower_blocks(self) -> list[nn.Module]:
@@ -154,7 +185,11 @@ class PackedModel(nn.Module):
         for indexer in indexers:
             indexer.requires_grad_(False)
         if trained and indexers:
-            log.info("%s: its %d indexers are frozen: selection has no gradient", self.name, len(indexers))
+            log.info(
+                "%s: its %d indexers are frozen: selection has no gradient",
+                self.name,
+                len(indexers),
+            )
 
     def place_tower(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move a frozen tower to `device`, in the dtype of the computation."""
@@ -170,7 +205,9 @@ class PackedModel(nn.Module):
         """Return which layers with a state so many ranks cannot share, or an empty string. 1: which prompts
         cannot hand on.
         """
-        return sharing_problem([mixer for layer in self.layers for mixer in find_mixers(layer)], ranks)
+        return sharing_problem(
+            [mixer for layer in self.layers for mixer in find_mixers(layer)], ranks
+        )
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
         """Return the last hidden states [N, H] of the cells `predicting`, or on a non-final part of all cells
@@ -178,7 +215,9 @@ class PackedModel(nn.Module):
         """
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments
         # apart.
-        arguments: dict[str, Any] = {"position_ids": rows.position_ids} if self.takes_positions else {}
+        arguments: dict[str, Any] = (
+            {"position_ids": rows.position_ids} if self.takes_positions else {}
+        )
         if rows.attention is None:
             arguments["attention_mask"] = rows.attention_mask
         else:
@@ -191,14 +230,20 @@ class PackedModel(nn.Module):
         elif self.vision is not None and rows.images is not None:
             read = self.vision.embedded(rows)
         with (
-            activations_on_host(rows.input_ids.device) if self.activation_offload else nullcontext(),
+            activations_on_host(rows.input_ids.device)
+            if self.activation_offload
+            else nullcontext(),
             carried(layers_of_decoder(self.model), passing),
         ):
             output = decoder_of(self.model)(use_cache=False, **read, **arguments)
         if passing is not None and not passing.part.last:
             return passing.result()
         # Under tensor parallelism every rank has a part of the tokens, and of the vocabulary.
-        return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, rows.predicting)
+        return (
+            full_tensor(output.last_hidden_state)
+            .flatten(0, 1)
+            .index_select(0, rows.predicting)
+        )
 
 
 Read = Callable[[ModelInput, OutputLayer], tuple[Tensor, ...]]
@@ -217,7 +262,11 @@ class PackedCausalLM(PackedModel):
         self.chunk_tokens = config.chunk_tokens
 
     def forward(
-        self, rows: ModelInput, temperature: float, passing: Passing | None = None, read: Read | None = None
+        self,
+        rows: ModelInput,
+        temperature: float,
+        passing: Passing | None = None,
+        read: Read | None = None,
     ) -> tuple[Tensor, ...] | Tensor:
         """Return (log_probs [N], entropy [N]) of the targets, see `linear_log_probs`, or what `read` makes.
 
@@ -234,7 +283,11 @@ class PackedCausalLM(PackedModel):
 
 
 def load_model(
-    config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    skeleton: bool = False,
+    shapes: Shapes | None = None,
 ) -> PackedCausalLM:
     """Load the model at `config.path` on the CPU with parameters of `dtype`. Remote code is never run.
 
@@ -254,7 +307,8 @@ class LanguageModel:
     @staticmethod
     def _of(config: PreTrainedConfig) -> Any:
         sees = (
-            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.model_type not in IMAGES_SEE_AHEAD
+            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and config.model_type not in IMAGES_SEE_AHEAD
         )
         return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
@@ -270,9 +324,13 @@ class LanguageModel:
 def read_config(path: str, **options: Any) -> PreTrainedConfig:
     _check_path(path)
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, **options
+        )
     except Exception as error:  # transformers raises many types
-        raise ConfigError(f"model.path={path} cannot be loaded: {clause(error)}.") from error
+        raise ConfigError(
+            f"model.path={path} cannot be loaded: {clause(error)}."
+        ) from error
 
 
 def read_pretrained(
@@ -296,13 +354,17 @@ def read_pretrained(
     try:
         if skeleton:
             with torch.device("meta"):
-                model = auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False)
+                model = auto_class.from_config(
+                    hf_config, dtype=dtype, trust_remote_code=False
+                )
             if shapes is None:
                 return model, []
             shapes = quantization.plain_shapes(shapes, key) if quantization else shapes
             model, info = _filled_without_numbers(model, dtype, shapes)
         elif quantization is not None:
-            model, info = read_plain(auto_class, hf_config, dtype, config.path, quantization)
+            model, info = read_plain(
+                auto_class, hf_config, dtype, config.path, quantization
+            )
         else:
             model, info = auto_class.from_pretrained(
                 config.path,
@@ -317,13 +379,17 @@ def read_pretrained(
     except BallastError:
         raise
     except Exception as error:  # transformers raises many types
-        raise ConfigError(f"model.path={config.path} cannot be loaded: {clause(error)}.") from error
+        raise ConfigError(
+            f"model.path={config.path} cannot be loaded: {clause(error)}."
+        ) from error
     for name, shape, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(
             f"model.path={config.path}: {name} is {tuple(shape)} in the weight files and {tuple(expected)} "
             "by config.json. Use the config.json of these weights."
         )
-    if left_out := [name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)]:
+    if left_out := [
+        name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)
+    ]:
         raise ConfigError(
             f"model.path={config.path}: the model that config.json describes has no {left_out[0]}, which "
             "would be left out. Use the config.json of these weights."
@@ -333,13 +399,18 @@ def read_pretrained(
 
 def check_complete(path: str, missing: Sequence[str]) -> None:
     if missing:
-        raise ConfigError(f"model.path={path} lacks {len(missing)} weights, the first is {missing[0]}")
+        raise ConfigError(
+            f"model.path={path} lacks {len(missing)} weights, the first is {missing[0]}"
+        )
 
 
 def _filled_without_numbers(
     skeleton: PreTrainedModel, dtype: torch.dtype, shapes: Shapes
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    state = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, shape in shapes.items()
+    }
     path = skeleton.config.name_or_path
     loaded: tuple[PreTrainedModel, dict[str, Any]] = type(skeleton).from_pretrained(
         None,
@@ -358,7 +429,11 @@ def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
     if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
         return False
     layers = layers_of_decoder(model)
-    owners = {name for name, part in model.named_modules() if part is layers or not any(part.children())}
+    owners = {
+        name
+        for name, part in model.named_modules()
+        if part is layers or not any(part.children())
+    }
     parts = weight.split(".")
     return any(".".join(parts[:count]) in owners for count in range(1, len(parts)))
 
@@ -422,7 +497,8 @@ def _use_packed_attention(packed: PackedModel) -> None:
         problem = "does not take an attention function, so its rows cannot be packed"
     elif not packed.takes_positions:
         problem = (
-            "takes no position_ids, so in a packed row positions would continue from one sequence to the next"
+            "takes no position_ids, so in a packed row positions would continue "
+            "from one sequence to the next"
         )
     if problem:
         raise UnsupportedModelError(f"{packed.name} {problem}. Set model.layout=padded.")
@@ -462,7 +538,14 @@ def _use_own_attention(packed: PackedModel, setting: str) -> None:
 
 
 def layers_of_decoder(model: PreTrainedModel) -> nn.ModuleList | None:
-    return next((child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)), None)
+    return next(
+        (
+            child
+            for child in decoder_of(model).children()
+            if isinstance(child, nn.ModuleList)
+        ),
+        None,
+    )
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -475,9 +558,13 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def load_tokenizer(path: str) -> Any:
     _check_path(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers and tokenizers raise many types
-        raise ConfigError(f"model.path={path} has no tokenizer: {describe_error(error)}.") from error
+        raise ConfigError(
+            f"model.path={path} has no tokenizer: {describe_error(error)}."
+        ) from error
     # Without tokenizer files, transformers makes some families an empty tokenizer instead of an error.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ConfigError(f"model.path={path} has no tokenizer: its vocabulary is empty")
@@ -486,4 +573,6 @@ def load_tokenizer(path: str) -> Any:
 
 def _check_path(path: str) -> None:
     if path in ("", "???"):
-        raise ConfigError("model.path is not set. Give a folder with a Hugging Face model and tokenizer.")
+        raise ConfigError(
+            "model.path is not set. Give a folder with a Hugging Face model and tokenizer."
+        )

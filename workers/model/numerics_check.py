@@ -119,14 +119,25 @@ def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> No
     """
     config = engine.model_config
     for forward in (False, True)[: 1 + (config.rows(forward=True)[0] != config.layout)]:
-        settings = _settings(replace(config, layout=config.rows(forward=forward)[0]), engine.parallel.config)
-        outputs = _translated(engine.module, settings, partial(_engine_outputs, engine, probe, forward))
+        settings = _settings(
+            replace(config, layout=config.rows(forward=forward)[0]), engine.parallel.config
+        )
+        outputs = _translated(
+            engine.module, settings, partial(_engine_outputs, engine, probe, forward)
+        )
         difference = compare(outputs, expected[0])
-        worst = torch.tensor([difference.mean, difference.largest, difference.gradient], device=engine.device)
+        worst = torch.tensor(
+            [difference.mean, difference.largest, difference.gradient], device=engine.device
+        )
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         difference = Difference(*worst.tolist())
         _raise_if_different(
-            difference, expected[1], probe, engine.module, settings, engine.layout.shared_from
+            difference,
+            expected[1],
+            probe,
+            engine.module,
+            settings,
+            engine.layout.shared_from,
         )
 
 
@@ -141,7 +152,9 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
     def finish(_: int, rows: ModelInput, values: Tensor) -> Tensor | None:
         outputs.append(values.detach().float().cpu())
         # All ranks have the same sequences, and their gradients are summed.
-        return values.sum() * (rows.degree / engine.parallel.counted_ranks) if trains else None
+        return (
+            values.sum() * (rows.degree / engine.parallel.counted_ranks) if trains else None
+        )
 
     with _as_probed(engine.module, probe, engine.device):
         rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])
@@ -150,7 +163,8 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
         if trains and engine.stage.is_first:
             summed = [engine.module.get_parameter(name).grad for name in probe.parameters]
             gradients = [
-                None if gradient is None else full_tensor(gradient.to(engine.device)) for gradient in summed
+                None if gradient is None else full_tensor(gradient.to(engine.device))
+                for gradient in summed
             ]
     for parameter in engine.module.parameters():
         parameter.grad = None
@@ -158,7 +172,9 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
     engine.clock.take()  # keep the probe out of the run's times and router metrics
     engine.routing.take()
     values = engine.stage.from_last(outputs[0] if outputs else None)
-    return Outputs(values, tuple(engine.stage.from_stage(0, _flat(gradient)) for gradient in gradients))
+    return Outputs(
+        values, tuple(engine.stage.from_stage(0, _flat(gradient)) for gradient in gradients)
+    )
 
 
 def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
@@ -170,16 +186,22 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
     """
     _check_weights(packed)
     with _own_attention(packed.model), _as_probed(packed, probe):
-        outputs = _translated(packed, "its own forward pass", lambda: _own_forward(packed, probe))
+        outputs = _translated(
+            packed, "its own forward pass", lambda: _own_forward(packed, probe)
+        )
         if not outputs.values.isfinite().all():
-            raise UnsupportedModelError(f"{packed.name}: its own forward pass gives NaN or infinity")
+            raise UnsupportedModelError(
+                f"{packed.name}: its own forward pass gives NaN or infinity"
+            )
         if probe.dtype in (torch.float32, torch.float64):
             return outputs, Difference()
         with _rounded(packed.model, probe.dtype):
             return outputs, compare(_own_forward(packed, probe), outputs)
 
 
-def _translated(packed: PackedModel, settings: str, compute: Callable[[], Result]) -> Result:
+def _translated(
+    packed: PackedModel, settings: str, compute: Callable[[], Result]
+) -> Result:
     try:
         return compute()
     except (BallastError, torch.OutOfMemoryError, dist.DistError):
@@ -194,7 +216,10 @@ def _translated(packed: PackedModel, settings: str, compute: Callable[[], Result
 def _check_weights(packed: PackedModel) -> None:
     for name, parameter in packed.model.named_parameters():
         # A sum is read at the speed of memory and keeps NaN and infinity. It might overflow by itself.
-        if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
+        if (
+            not parameter.detach().sum().isfinite()
+            and not parameter.detach().isfinite().all()
+        ):
             raise ConfigError(
                 f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: "
                 f"{name}). Fetch the model again."
@@ -202,7 +227,10 @@ def _check_weights(packed: PackedModel) -> None:
 
 
 def _row_values(
-    packed: PackedModel, rows: ModelInput, temperature: float, passing: Passing | None = None
+    packed: PackedModel,
+    rows: ModelInput,
+    temperature: float,
+    passing: Passing | None = None,
 ) -> Tensor:
     with _head_inputs(packed) as seen:
         outputs = packed(rows, temperature, passing)
@@ -219,7 +247,8 @@ def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
     dtype = packed.model.dtype
     for ids, inputs in zip(rows, probe.inputs, strict=True):
         arguments = {
-            key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()
+            key: value.to(dtype) if value.is_floating_point() else value
+            for key, value in inputs.items()
         }
         with _head_inputs(packed) as seen:
             outputs = packed.model(input_ids=ids[None], use_cache=False, **arguments)
@@ -227,14 +256,20 @@ def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
             hidden = seen[0][0, :-1]
             values.append(torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1))
         else:
-            all_log_probs = (outputs.logits[0, :-1].float() / probe.temperature).log_softmax(-1)
+            all_log_probs = (
+                outputs.logits[0, :-1].float() / probe.temperature
+            ).log_softmax(-1)
             values.append(all_log_probs.gather(-1, ids[1:, None]))
     return _outputs(torch.cat(values), packed, probe)
 
 
 def _outputs(values: Tensor, packed: PackedModel, probe: Probe) -> Outputs:
     parameters = [packed.get_parameter(name) for name in probe.parameters]
-    gradients = torch.autograd.grad(values.sum(), parameters, allow_unused=True) if parameters else ()
+    gradients = (
+        torch.autograd.grad(values.sum(), parameters, allow_unused=True)
+        if parameters
+        else ()
+    )
     return Outputs(values.detach().float(), tuple(map(_flat, gradients)))
 
 
@@ -251,11 +286,19 @@ def compare(actual: Outputs, expected: Outputs) -> Difference:
     relative = [
         1.0
         if actual_gradient is None
-        else float(((actual_gradient - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
-        for actual_gradient, gradient in zip(actual.gradients, expected.gradients, strict=False)
+        else float(
+            ((actual_gradient - gradient).norm() / gradient.norm()).nan_to_num(
+                nan=torch.inf
+            )
+        )
+        for actual_gradient, gradient in zip(
+            actual.gradients, expected.gradients, strict=False
+        )
         if gradient is not None and gradient.any()
     ]
-    return Difference(float(distance.mean()), float(distance.max()), max(relative, default=0.0))
+    return Difference(
+        float(distance.mean()), float(distance.max()), max(relative, default=0.0)
+    )
 
 
 def _size(values: Tensor) -> float:
@@ -278,10 +321,18 @@ def _raise_if_different(
     """
     is_half = probe.dtype not in (torch.float32, torch.float64)
     dtype = str(probe.dtype).removeprefix("torch.")
-    outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[dtype]
-    gradient = max(HALF_GRADIENT, TIMES_ROUNDING * rounding.gradient) if is_half else GRADIENT_TOLERANCE
+    outputs = (
+        max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[dtype]
+    )
+    gradient = (
+        max(HALF_GRADIENT, TIMES_ROUNDING * rounding.gradient)
+        if is_half
+        else GRADIENT_TOLERANCE
+    )
     is_value = isinstance(packed, PackedValueModel)
-    quantity, unit = ("values", "of a hidden state's size") if is_value else ("log-probs", "nats")
+    quantity, unit = (
+        ("values", "of a hidden state's size") if is_value else ("log-probs", "nats")
+    )
     if not (difference.mean if is_half else difference.largest) <= outputs:
         problem = f"{quantity} differ by up to {difference.largest:.2g} {unit} (mean {difference.mean:.2g})"
     elif not difference.gradient <= gradient:
@@ -293,7 +344,11 @@ def _raise_if_different(
         changes.insert(0, "these to 1")
     elif "padded" not in settings:
         changes.insert(0, "model.layout=padded")
-    advice = f"Set {' or '.join(changes)}, or take another model" if changes else "Take another model"
+    advice = (
+        f"Set {' or '.join(changes)}, or take another model"
+        if changes
+        else "Take another model"
+    )
     raise UnsupportedModelError(
         f"{packed.name}: with {settings} {problem} from the model's own forward pass of one sequence at a "
         f"time, which is more than rounding in {dtype}. {advice}."
@@ -302,7 +357,11 @@ def _raise_if_different(
 
 def _settings(config: ModelConfig, parallel: ParallelConfig) -> str:
     names = ("context_parallel", "tensor_parallel", "pipeline_parallel")
-    shared = [f"policy.parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1]
+    shared = [
+        f"policy.parallel.{name}={size}"
+        for name in names
+        if (size := getattr(parallel, name)) > 1
+    ]
     return ", ".join([f"model.layout={config.layout}", *shared])
 
 
@@ -340,12 +399,18 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) -> Iterator[None]:
+def _as_probed(
+    packed: PackedModel, probe: Probe, device: torch.device = CPU
+) -> Iterator[None]:
     """Inside, lengths that change the computation are `SHORT`, and random numbers come from a copy of the
     generators.
     """
     old_values = []
-    towers = [packed.model.get_submodule(name) for name in packed.vision.parts] if packed.vision else []
+    towers = (
+        [packed.model.get_submodule(name) for name in packed.vision.parts]
+        if packed.vision
+        else []
+    )
     # Windows of vision towers are of pixels.
     parts = set(packed.modules()).difference(*(tower.modules() for tower in towers))
     for values in [values for part in parts for values in _values_of(part)]:
@@ -370,7 +435,9 @@ def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
         for one in (config, config.get_text_config()):
             yield vars(one)
             tables = vars(one).get("rope_parameters") or {}
-            yield from (table for table in (tables, *tables.values()) if isinstance(table, dict))
+            yield from (
+                table for table in (tables, *tables.values()) if isinstance(table, dict)
+            )
 
 
 @contextmanager

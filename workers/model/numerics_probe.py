@@ -43,7 +43,9 @@ class Probe:
     inputs: tuple[Inputs, ...] = ({}, {}, {})
 
 
-def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
+def make_probe(
+    packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0
+) -> Probe:
     """Build sequences of random ids, the same for every model of a vocabulary. `packed` may be a skeleton.
 
     Special ids (padding, images) are left out. The longest sequence, in the middle, exceeds each length of
@@ -52,7 +54,13 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
     length of the model is too long for the probe.
     """
     prefix = prefix if prefix <= LONGEST_PREFIX else 0
-    longest = max([LENGTHS[1], prefix + LENGTHS[0], *(span + BEYOND_SPAN for span in _built_in(packed))])
+    longest = max(
+        [
+            LENGTHS[1],
+            prefix + LENGTHS[0],
+            *(span + BEYOND_SPAN for span in _built_in(packed)),
+        ]
+    )
     limit = max_positions(packed.model.config) or longest
     generator = torch.Generator().manual_seed(0)
     ids = _ordinary_ids(packed.model)
@@ -62,7 +70,11 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
     probe = Probe(DataProto.from_list(rows), temperature, dtype, _probed_parameters(packed))
-    return probe if packed.vision is None else _with_images(probe, packed.vision, packed.name, prefix)
+    return (
+        probe
+        if packed.vision is None
+        else _with_images(probe, packed.vision, packed.name, prefix)
+    )
 
 
 def _with_images(probe: Probe, vision: Vision, name: str, prefix: int) -> Probe:
@@ -97,9 +109,16 @@ def _built_in(packed: PackedModel) -> list[int]:
 
 def _ordinary_ids(model: PreTrainedModel) -> Tensor:
     settings = model.config.to_dict() | model.config.get_text_config().to_dict()
-    named = [value for name, value in settings.items() if name.endswith(("token_id", "token_index"))]
+    named = [
+        value
+        for name, value in settings.items()
+        if name.endswith(("token_id", "token_index"))
+    ]
     special = {
-        one for value in named for one in (value if isinstance(value, list) else [value]) if one is not None
+        one
+        for value in named
+        for one in (value if isinstance(value, list) else [value])
+        if one is not None
     }
     ids = torch.arange(model.get_input_embeddings().num_embeddings)
     ordinary = ids[~torch.isin(ids, torch.tensor(list(special), dtype=torch.int64))]

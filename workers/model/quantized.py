@@ -29,7 +29,14 @@ FP4_PER_BYTE, EXPONENT_BIAS = 2, 127
 SCALES = ("_scale_inv", "_scale")
 PACKED = ("_packed", "_scale", "_shape")
 MXFP4 = ("_blocks", "_scales")
-UNREAD = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+UNREAD = (
+    "activation_scale",
+    "input_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+)
 """Of quantized activations, which are not computed here."""
 UNKNOWN = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
 COMPRESSED = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
@@ -60,13 +67,17 @@ class Quantization:
             return (*shape[:-1], shape[-1] * (32 // self.bits))
         return shape
 
-    def plain(self, names: tuple[str, ...], read: Callable[[str], Tensor], key: str) -> Tensor:
+    def plain(
+        self, names: tuple[str, ...], read: Callable[[str], Tensor], key: str
+    ) -> Tensor:
         """Return the weight, float32, that the tensors of `names` stand for."""
         stored, *scales = (read(name) for name in names)
         if names[0].endswith(MXFP4[0]):
             return convert_moe_packed_tensors(stored, scales[0], dtype=torch.float32)
         if names[0].endswith(PACKED[0]):
-            from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+            from compressed_tensors.compressors.pack_quantized.helpers import (
+                unpack_from_int32,
+            )
 
             shape = torch.Size(scales[1].tolist())
             stored = unpack_from_int32(stored, self.bits, shape)
@@ -89,7 +100,9 @@ class QuantizedWeight:
         return self.quantization.plain(self.names, self.read, self.key)[index]
 
 
-def quantization_of(config: PreTrainedConfig | Mapping[str, Any], key: str) -> Quantization | None:
+def quantization_of(
+    config: PreTrainedConfig | Mapping[str, Any], key: str
+) -> Quantization | None:
     """Return how a checkpoint is quantized, or None. Raises UnsupportedModelError, naming `key`, for what
     cannot be made plain.
     """
@@ -112,16 +125,24 @@ def _compressed(fields: Mapping[str, Any], key: str) -> Quantization:
     groups = list((fields.get("config_groups") or {}).values())
     formats = {str(group.get("format") or fields.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
-    bits = {int(weight.get("num_bits") or 0) for weight in weights if weight.get("type") == "int"}
+    bits = {
+        int(weight.get("num_bits") or 0)
+        for weight in weights
+        if weight.get("type") == "int"
+    }
     sparse = (fields.get("sparsity_config") or {}).get("format") not in (None, "dense")
     if sparse or not formats <= set(COMPRESSED) or len(bits) > 1 or not bits <= {4, 8}:
         names = ", ".join(sorted(formats - set(COMPRESSED))) or "several forms"
         raise _not_read(f"compressed-tensors ({names})", key)
     if not all(weight.get("symmetric", True) for weight in weights):
         raise _not_read("compressed-tensors (asymmetric)", key)
-    blocks = [weight["block_structure"] for weight in weights if weight.get("block_structure")]
+    blocks = [
+        weight["block_structure"] for weight in weights if weight.get("block_structure")
+    ]
     rows, columns = blocks[0] if blocks else (1, 1)
-    return Quantization("compressed-tensors", (int(rows), int(columns)), next(iter(bits), 4))
+    return Quantization(
+        "compressed-tensors", (int(rows), int(columns)), next(iter(bits), 4)
+    )
 
 
 def _not_read(method: str, key: str) -> UnsupportedModelError:
@@ -135,7 +156,9 @@ def _fields(config: PreTrainedConfig | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         fields = config.get(FIELD) or (config.get("text_config") or {}).get(FIELD)
     else:
-        fields = getattr(config, FIELD, None) or getattr(config.get_text_config(), FIELD, None)
+        fields = getattr(config, FIELD, None) or getattr(
+            config.get_text_config(), FIELD, None
+        )
     if fields is None or isinstance(fields, Mapping):
         return fields or {}
     description: Mapping[str, Any] = fields.to_dict()
@@ -151,7 +174,11 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_plain(
-    auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, path: str, quantization: Quantization
+    auto_class: Any,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    path: str,
+    quantization: Quantization,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read the quantized model at `path` by one of transformers' auto classes, with its loading report.
 
@@ -174,16 +201,24 @@ def _plain_weights(path: str, quantization: Quantization) -> dict[str, Any]:
     folder = Path(str(cached_file(path, "config.json", local_files_only=True))).parent
     slices = _slices(folder, key)
     parts = _stored_parts(slices, key)
-    bare = [name for name in parts if parts[name] == (name,) and slices[name].get_dtype().startswith("F8")]
+    bare = [
+        name
+        for name in parts
+        if parts[name] == (name,) and slices[name].get_dtype().startswith("F8")
+    ]
     if bare:
-        raise ConfigError(f"{key}: the weight files lack the scales of {bare[0]}. Fetch the model again.")
+        raise ConfigError(
+            f"{key}: the weight files lack the scales of {bare[0]}. Fetch the model again."
+        )
 
     def read(name: str) -> Tensor:
         tensor: Tensor = slices[name][...]
         return tensor
 
     return {
-        name: slices[name] if names == (name,) else QuantizedWeight(quantization, names, read, key)
+        name: slices[name]
+        if names == (name,)
+        else QuantizedWeight(quantization, names, read, key)
         for name, names in parts.items()
     }
 
@@ -218,7 +253,9 @@ def _stored_parts(stored: Iterable[str], key: str) -> dict[str, tuple[str, ...]]
             parts[name] = (name,)
     of_parts = {name for of_weight in parts.values() for name in of_weight[1:]}
     if missing := sorted(of_parts - names):
-        raise ConfigError(f"{key}: the weight files lack {missing[0]}. Fetch the model again.")
+        raise ConfigError(
+            f"{key}: the weight files lack {missing[0]}. Fetch the model again."
+        )
     return {
         name: of_weight
         for name, of_weight in parts.items()

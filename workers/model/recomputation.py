@@ -15,13 +15,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from workers.config.model import ATTENTION_KEPT
 from workers.config.roles import ModelConfig
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
+}
 
 
 def checkpoint_layers(
@@ -48,7 +56,9 @@ def checkpoint_layers(
             products = mode == "selective" and not compiled
             policy = partial(_policy, _kept_products(layer) if products else set())
             contexts = partial(create_selective_checkpoint_contexts, policy)
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+            layer._gradient_checkpointing_func = partial(
+                checkpoint, use_reentrant=False, context_fn=contexts
+            )
 
 
 def _kept_products(layer: nn.Module) -> set[Any]:
@@ -57,6 +67,10 @@ def _kept_products(layer: nn.Module) -> set[Any]:
     return PRODUCTS - {torch.ops.aten._grouped_mm.default} if in_place else PRODUCTS
 
 
-def _policy(products: set[Any], _: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    is_kept = operator in products or "attn" in operator.name() or "attention" in operator.name()
+def _policy(
+    products: set[Any], _: Any, operator: Any, *__: Any, **___: Any
+) -> CheckpointPolicy:
+    is_kept = (
+        operator in products or "attn" in operator.name() or "attention" in operator.name()
+    )
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -35,7 +35,13 @@ from workers.model.numerics_probe import Probe, make_probe
 from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import check_tokenizer, max_positions
 from workers.model.rules.model_rules import check_model, compiles
-from workers.model.sharding.parallel import limit_waits, make_parallel, prepare_backward, reshard, shard_model
+from workers.model.sharding.parallel import (
+    limit_waits,
+    make_parallel,
+    prepare_backward,
+    reshard,
+    shard_model,
+)
 from workers.model.sharding.stage_layers import Part
 from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage
@@ -71,7 +77,9 @@ class ShardedModel:
         self.reshard_after_forward = reshard_after_forward
         self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
-        self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
+        self.chat_template = (
+            read_template(model_config.chat_template) if model_config.chat_template else ""
+        )
         self.parallel = make_parallel(self.device, parallel)
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
         parameter_dtype = torch.promote_types(self.dtype, torch.float32)
@@ -88,11 +96,17 @@ class ShardedModel:
         self._output_name = next(
             (name for name, part in self.module.model.named_modules() if part is output), ""
         )
-        self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
-        self.stage = Stage(
-            self.module, self.parallel, recomputed=RECOMPUTED[model_config.gradient_checkpointing]
+        self.layout = RowLayout(
+            model_config, self.parallel, self.module, self.device, self.dtype
         )
-        self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        self.stage = Stage(
+            self.module,
+            self.parallel,
+            recomputed=RECOMPUTED[model_config.gradient_checkpointing],
+        )
+        self.num_parameters = sum(
+            parameter.numel() for parameter in self.module.parameters()
+        )
         self.module.set_trained(trained, model_config.train_vision)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
         self.has_adapters = trained and model_config.lora.rank > 0
@@ -100,14 +114,20 @@ class ShardedModel:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
             stored = model_config.base_dtype, self.parallel.tensor.size()
             source.change(lambda module: lower_base(module.model, *stored))
-        self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=trained)
+        self.routing = Routing(
+            self.module, model_config, self.parallel, self.device, trained=trained
+        )
         self._numerics: tuple[Probe, Expected] | None = None
         if check_numerics:
-            probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
+            probe = make_probe(
+                self.module, self.dtype, temperature, self.layout.shared_from
+            )
             expected = source.ask(lambda module: own_outputs(module, probe))
             self._numerics = probe, expected
         if self.has_adapters and model_config.base_dtype != "float32":
-            source.change(lambda module: narrow_frozen(module.model, self.dtype, module.tower))
+            source.change(
+                lambda module: narrow_frozen(module.model, self.dtype, module.tower)
+            )
         self._place(source, cpu_offload)
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
 
@@ -160,7 +180,12 @@ class ShardedModel:
         cuda = self.device.type == "cuda"
         half = self.dtype.itemsize == 2
         check_model(
-            self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half
+            self.module,
+            self.model_config,
+            self.parallel.config,
+            head=self.head,
+            cuda=cuda,
+            half=half,
         )
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
@@ -171,10 +196,14 @@ class ShardedModel:
         experts = share_experts(self.module.model, self.parallel, self.routing.grouped)
         cuda = self.device.type == "cuda"
         images = self.module.vision is not None
-        compiled = compiles(self.model_config, self.parallel.config, cuda=cuda, images=images)
+        compiled = compiles(
+            self.model_config, self.parallel.config, cuda=cuda, images=images
+        )
         tower = self.module.tower_blocks
         layers = self.module.layers
-        checkpoint_layers(self.module.model, layers, self.model_config, tower, compiled=compiled)
+        checkpoint_layers(
+            self.module.model, layers, self.model_config, tower, compiled=compiled
+        )
         if compiled:
             compile_layers(layers, shares_experts=self.parallel.config.expert_parallel > 1)
         shard_model(
@@ -209,7 +238,11 @@ class ShardedModel:
         return self.parallel.context_rank % degrees == 0
 
     def named_weights(
-        self, dtype: torch.dtype | None = None, keeper: int | None = None, *, frozen_tower: bool = False
+        self,
+        dtype: torch.dtype | None = None,
+        keeper: int | None = None,
+        *,
+        frozen_tower: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights under the names and in the shapes of the model's files, on `device`.
         Collective.
@@ -219,7 +252,9 @@ class ShardedModel:
         the output layer.
         """
         reshard(self.module)
-        return self.checkpoint_weights.convert(self._sent_conversions(frozen_tower), dtype, keeper)
+        return self.checkpoint_weights.convert(
+            self._sent_conversions(frozen_tower), dtype, keeper
+        )
 
     def weights_metadata(
         self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False
@@ -235,7 +270,10 @@ class ShardedModel:
         if self.has_adapters:
             return merged_shards(self.module.model, self.device)
         # A state dict lists tied weights under both names, unlike named_parameters.
-        return {name: Shard.of(weight) for name, weight in self.module.model.state_dict().items()}
+        return {
+            name: Shard.of(weight)
+            for name, weight in self.module.model.state_dict().items()
+        }
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write the model in Hugging Face format, in its files' dtype, with the source's other files.
@@ -259,9 +297,15 @@ class ShardedModel:
         settings = self.parallel.config
         layers = self.module.layers_of(part)
         prepare_backward(
-            self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings
+            self.module,
+            layers,
+            last,
+            reshard_after_forward=self.reshard_after_forward,
+            config=settings,
         )
 
     def _check_head(self, head: str) -> None:
         if self.head != head:
-            raise ConfigError(f"this engine has head={self.head!r}, and log_probs need 'lm', values 'value'")
+            raise ConfigError(
+                f"this engine has head={self.head!r}, and log_probs need 'lm', values 'value'"
+            )

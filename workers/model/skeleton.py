@@ -32,7 +32,10 @@ from workers.model.value_head import HEAD, LOADERS
 from workers.model.weight_files import weight_shapes
 
 CLASSES: dict[str, tuple[Any, ...]] = {
-    "lm": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    "lm": (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    ),
     "value": (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,),
 }
 """Model classes by configuration, for each head."""
@@ -51,12 +54,19 @@ def build_skeleton(
     shapes = weight_shapes(folder) if weights else None
     labels = (shapes or {}).get(f"{HEAD}.weight", (1,))[0]
     if head == "value" and labels != 1:
-        raise ConfigError(f"model.path={folder}: it has {labels} labels. Take a reward model, which has one.")
+        raise ConfigError(
+            f"model.path={folder}: it has {labels} labels. Take a reward model, which has one."
+        )
     with _quiet():
         packed = LOADERS[head](
             replace(settings, path=str(folder)), torch.float32, skeleton=True, shapes=shapes
         )
-    if head == "value" and not trained and shapes is not None and f"{HEAD}.weight" not in shapes:
+    if (
+        head == "value"
+        and not trained
+        and shapes is not None
+        and f"{HEAD}.weight" not in shapes
+    ):
         raise ConfigError(
             f"model.path={folder}: the weight files have no {HEAD}.weight. Take a reward model."
         )
@@ -74,7 +84,9 @@ def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreT
     shapes = weight_shapes(folder) if weights else None
     with _quiet():
         settings = replace(settings, path=str(folder))
-        model, missing = read_pretrained(LanguageModel, settings, torch.float32, True, shapes)
+        model, missing = read_pretrained(
+            LanguageModel, settings, torch.float32, True, shapes
+        )
     check_complete(settings.path, missing)
     return model
 
@@ -96,29 +108,51 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
             problem = "config.json names no model_type. Put the config.json of these weights there"
         else:
             problem = (
-                f"the installed transformers has no model_type={family}. Take another model, or update it"
+                f"the installed transformers has no model_type={family}. Take "
+                "another model, or update it"
             )
         raise ConfigError(f"{key}: {problem}.")
     config = read_config(str(folder))
     quantization_of(config, key)
-    if heads[0] == "value" and type(config) in CLASSES["lm"][1] and type(config) not in CLASSES["value"][0]:
+    if (
+        heads[0] == "value"
+        and type(config) in CLASSES["lm"][1]
+        and type(config) not in CLASSES["value"][0]
+    ):
         raise UnsupportedModelError(
             f"{key}: {family} reads images, and has no value head. Take a model of text."
         )
-    wrong_names = [name for name in config.architectures or () if _has_another_head(name, heads)]
-    if wrong_names or not any(type(config) in table for head in heads for table in CLASSES[head]):
-        kind = "a sequence classification" if heads == ("value",) else "a causal language model"
-        raise ConfigError(f"{key}: {' or '.join(wrong_names) or family} is not {kind}. Take another model.")
+    wrong_names = [
+        name for name in config.architectures or () if _has_another_head(name, heads)
+    ]
+    if wrong_names or not any(
+        type(config) in table for head in heads for table in CLASSES[head]
+    ):
+        kind = (
+            "a sequence classification"
+            if heads == ("value",)
+            else "a causal language model"
+        )
+        raise ConfigError(
+            f"{key}: {' or '.join(wrong_names) or family} is not {kind}. Take another model."
+        )
 
 
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
-    tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+    tables = {
+        name: table
+        for name, table in vars(modeling_auto).items()
+        if name.endswith("_MAPPING_NAMES")
+    }
 
     def has_architecture(table: Mapping[str, Any]) -> bool:
         return any(architecture in _names(class_names) for class_names in table.values())
 
     uses = {name for name, table in tables.items() if has_architecture(table)}
-    kinds = {"lm": ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"), "value": ("SEQUENCE_CLASSIFICATION",)}
+    kinds = {
+        "lm": ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"),
+        "value": ("SEQUENCE_CLASSIFICATION",),
+    }
     return bool(uses) and not uses & {
         f"MODEL_FOR_{kind}_MAPPING_NAMES" for head in heads for kind in kinds[head]
     }

@@ -43,7 +43,12 @@ class MicroStepTime:
 
     @property
     def sums(self) -> tuple[int, int, int, int]:
-        return self.tokens, self.squared_tokens, self.image_tokens, self.squared_image_tokens
+        return (
+            self.tokens,
+            self.squared_tokens,
+            self.image_tokens,
+            self.squared_image_tokens,
+        )
 
 
 @dataclass
@@ -80,13 +85,17 @@ class MicroStepClock:
         self._origin: tuple[float, Any] | None = None
 
     @contextmanager
-    def micro_step(self, name: str, lengths: Tensor, images: Sequence[int] = ()) -> Iterator[MicroStep]:
+    def micro_step(
+        self, name: str, lengths: Tensor, images: Sequence[int] = ()
+    ) -> Iterator[MicroStep]:
         """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU. images: tokens of
         each.
         """
         self._origin = self._origin or self._now()
         of_images = _regressors(torch.tensor(images, dtype=torch.int64))
-        step = MicroStep(name, _regressors(lengths, self._windows), of_images, self._windows)
+        step = MicroStep(
+            name, _regressors(lengths, self._windows), of_images, self._windows
+        )
         with self.more_of(step):
             yield step
         self._measured.append(step)

@@ -29,11 +29,15 @@ from workers.model.model import (
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 
-HEAD = "score"  # transformers' name for the head of sequence classification, in every family
+HEAD = (
+    "score"  # transformers' name for the head of sequence classification, in every family
+)
 
 
 class PackedValueModel(PackedModel):
-    def forward(self, rows: ModelInput, temperature: float = 1.0, passing: Passing | None = None) -> Tensor:
+    def forward(
+        self, rows: ModelInput, temperature: float = 1.0, passing: Passing | None = None
+    ) -> Tensor:
         """Return values of the cells `predicting`, at least float32 [N]. See `PackedCausalLM.forward`."""
         hidden = self.hidden_states(rows, passing)
         if passing is not None and not passing.part.last:
@@ -44,7 +48,11 @@ class PackedValueModel(PackedModel):
 
 
 def load_value_model(
-    config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    skeleton: bool = False,
+    shapes: Shapes | None = None,
 ) -> PackedValueModel:
     """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`. See
     `load_model`.
@@ -66,7 +74,10 @@ def load_value_model(
     return packed
 
 
-LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
+LOADERS: dict[str, Callable[..., PackedModel]] = {
+    "lm": load_model,
+    "value": load_value_model,
+}
 """The loader of each head."""
 
 
@@ -75,5 +86,9 @@ def name_pad_token(config: Any, tokenizer: Any) -> None:
     batch.
     """
     token = tokenizer and tokenizer.pad_token_id
-    if getattr(config, "pad_token_id", None) is None and token is not None and token < config.vocab_size:
+    if (
+        getattr(config, "pad_token_id", None) is None
+        and token is not None
+        and token < config.vocab_size
+    ):
         config.pad_token_id = token

@@ -28,7 +28,9 @@ def weight_shapes(folder: Path) -> Shapes:
     files = _read_index(folder, key)
     if missing := sorted(set(files) - set(shapes)):
         file = folder / files[missing[0]]
-        raise ConfigError(f"{key}: {file} lacks {missing[0]}, which {INDEX} names. Fetch the model again.")
+        raise ConfigError(
+            f"{key}: {file} lacks {missing[0]}, which {INDEX} names. Fetch the model again."
+        )
     return shapes
 
 
@@ -48,10 +50,14 @@ def list_weight_files(folder: Path, key: str) -> list[Path]:
 def _read_index(folder: Path, key: str) -> dict[str, str]:
     """Return the file of each weight."""
     if not (folder / INDEX).is_file():
-        raise ConfigError(f"{key}: {folder} has neither {ONE_FILE} nor {INDEX}. Save the model in that form.")
+        raise ConfigError(
+            f"{key}: {folder} has neither {ONE_FILE} nor {INDEX}. Save the model in that form."
+        )
     files = read_json(folder / INDEX, key).get("weight_map")
     if not isinstance(files, Mapping):
-        raise ConfigError(f"{key}: {folder / INDEX} has no weight_map. Fetch the model again.")
+        raise ConfigError(
+            f"{key}: {folder / INDEX} has no weight_map. Fetch the model again."
+        )
     return {name: str(file) for name, file in files.items()}
 
 
@@ -64,8 +70,14 @@ def _shapes_of_file(file: Path, key: str) -> Shapes:
         with file.open("rb") as start:
             is_pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
         reason = (
-            "it is a pointer of Git LFS. Run `git lfs pull`" if is_pointer else f"{error}. Fetch it again"
+            "it is a pointer of Git LFS. Run `git lfs pull`"
+            if is_pointer
+            else f"{error}. Fetch it again"
         )
-        raise ConfigError(f"{key}: {file} is not a whole safetensors file: {reason}.") from None
+        raise ConfigError(
+            f"{key}: {file} is not a whole safetensors file: {reason}."
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}.") from None
+        raise ConfigError(
+            f"{key}: {file} cannot be read: {error.strerror or error}."
+        ) from None

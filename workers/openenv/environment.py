@@ -42,14 +42,18 @@ class OpenEnvEnvironment:
         if not calls and not errors:
             return self._observe([], done=True)
         if not calls:
-            content = "\n".join(f"Error: {error}. Write the call again." for error in errors)
+            content = "\n".join(
+                f"Error: {error}. Write the call again." for error in errors
+            )
             return self._observe([{"role": "user", "content": content}])
         messages = []
         done = False
         for call in calls:
             name = call["function"]["name"]
             text, done = self._answer(name, call["function"]["arguments"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": text})
+            messages.append(
+                {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}
+            )
             if done:
                 break
         return self._observe(messages, done=done)
@@ -63,7 +67,11 @@ class OpenEnvEnvironment:
             return "Error: the arguments are not a JSON object", False
         if self._action and name != self._action:
             return f"Error: there is no tool {name}. Use {self._action}.", False
-        action = arguments if self._action else {"type": CALLED, "tool_name": name, "arguments": arguments}
+        action = (
+            arguments
+            if self._action
+            else {"type": CALLED, "tool_name": name, "arguments": arguments}
+        )
         try:
             answer = self._session.step(action)
         except InvalidActionError as error:
@@ -71,7 +79,9 @@ class OpenEnvEnvironment:
         self._reward += self._read_reward(answer)
         return _as_text(answer), bool(answer.get("done"))
 
-    def _observe(self, messages: list[dict[str, Any]], *, done: bool = False) -> Observation:
+    def _observe(
+        self, messages: list[dict[str, Any]], *, done: bool = False
+    ) -> Observation:
         reward = self._reward
         self._reward = 0.0
         return Observation(messages, reward=reward, done=done)
@@ -81,14 +91,18 @@ class OpenEnvEnvironment:
         if reward is None:
             return 0.0
         if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise EpisodeError(f"{self.url}: the reward {quote(reward)} is not a finite number")
+            raise EpisodeError(
+                f"{self.url}: the reward {quote(reward)} is not a finite number"
+            )
         return float(reward)
 
 
 def pack_server_environment(text: str) -> bytes:
     """Return the class of environments of `openenv:URL`, pickled."""
     url, _ = name_and_options(text)
-    packed: bytes = cloudpickle.dumps(type("ServerEnvironment", (OpenEnvEnvironment,), {"url": url}))
+    packed: bytes = cloudpickle.dumps(
+        type("ServerEnvironment", (OpenEnvEnvironment,), {"url": url})
+    )
     return packed
 
 

@@ -48,7 +48,9 @@ def read_page(url: str, path: str) -> dict[str, Any]:
     """Return what the server says at `path`. Raises ConfigError."""
     check_url(url)
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}{path}", timeout=HTTP_SECONDS) as answer:
+        with urllib.request.urlopen(
+            f"{url.rstrip('/')}{path}", timeout=HTTP_SECONDS
+        ) as answer:
             page = json.load(answer)
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -57,7 +59,9 @@ def read_page(url: str, path: str) -> dict[str, Any]:
             "URL."
         ) from None
     if not isinstance(page, dict):
-        raise ConfigError(f"{url}{path} is not a JSON object. Name the URL of an OpenEnv server.")
+        raise ConfigError(
+            f"{url}{path} is not a JSON object. Name the URL of an OpenEnv server."
+        )
     return page
 
 
@@ -116,11 +120,15 @@ class ServerSession:
             raise EpisodeError(f"{self._url}: the session is not open")
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            with suppress(ConnectionClosed):  # what the server said before can still be received
+            with suppress(
+                ConnectionClosed
+            ):  # what the server said before can still be received
                 self._connection.send(json.dumps(message))
             answer = json.loads(self._connection.recv())
         except (OSError, WebSocketException) as error:
-            raise EpisodeError(f"{self._url} ended the session at {kind}: {error}") from None
+            raise EpisodeError(
+                f"{self._url} ended the session at {kind}: {error}"
+            ) from None
         except ValueError:
             raise EpisodeError(f"{self._url} answered {kind} with no JSON") from None
         return self._check_answer(kind, answer)

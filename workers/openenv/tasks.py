@@ -23,9 +23,13 @@ def records(text: str) -> list[dict[str, Any]]:
     url, options = name_and_options(text)
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
-        raise ConfigError(f"it has no option {', '.join(unknown)}. Use {', '.join(OPTIONS)}.")
+        raise ConfigError(
+            f"it has no option {', '.join(unknown)}. Use {', '.join(OPTIONS)}."
+        )
     action, tools = read_tools(url)
-    rows = _read_file(Path(options["file"])) if "file" in options else _make_rows(url, options)
+    rows = (
+        _read_file(Path(options["file"])) if "file" in options else _make_rows(url, options)
+    )
     return [
         {key: value for key, value in row.items() if key != RESET}
         | {"tools": tools, TASK: {"action": action, "reset": row.get(RESET) or {}}}
@@ -36,9 +40,16 @@ def records(text: str) -> list[dict[str, Any]]:
 def read_tools(url: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the tools of a server, and the name of the only one if it stands for a typed action."""
     schema = dict(read_page(url, "/schema").get("action") or {})
-    properties = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
+    properties = {
+        name: value
+        for name, value in schema.get("properties", {}).items()
+        if name != "metadata"
+    }
     if not properties or "tool_name" in properties:
-        return "", [_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in _listed(url)]
+        return "", [
+            _tool(tool["name"], tool["description"], tool["input_schema"])
+            for tool in _listed(url)
+        ]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", schema.get("title", "act")).lower()
     schema["properties"] = properties
     return name, [_tool(name, schema.pop("description", ""), schema)]
@@ -66,7 +77,9 @@ def _listed(url: str) -> list[dict[str, Any]]:
 def _make_rows(url: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     seeds = options.get("seeds")
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise ConfigError("it has no end. Add ?seeds=64, or another number, or ?file=prompts.jsonl.")
+        raise ConfigError(
+            "it has no end. Add ?seeds=64, or another number, or ?file=prompts.jsonl."
+        )
     prompt = options.get("prompt") or read_page(url, "/metadata").get("description")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(f"{url} has no description. Add prompt=TEXT.")
@@ -78,7 +91,9 @@ def _read_file(file: Path) -> list[dict[str, Any]]:
     try:
         lines = file.expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"file={file}: {getattr(error, 'strerror', None) or error}.") from None
+        raise ConfigError(
+            f"file={file}: {getattr(error, 'strerror', None) or error}."
+        ) from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

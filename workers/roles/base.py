@@ -74,7 +74,9 @@ class Worker:
         """Start the role's process group. timeout_s: of a collective. on_node: the role's ranks
         on this node.
         """
-        torch.set_num_threads(self._threads or max(1, len(os.sched_getaffinity(0)) // on_node))
+        torch.set_num_threads(
+            self._threads or max(1, len(os.sched_getaffinity(0)) // on_node)
+        )
         os.environ.update(
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
@@ -122,5 +124,9 @@ def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
     except OSError:  # behind a NAT no interface has the address
         listener.bind(("", port))
     return torch.distributed.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )

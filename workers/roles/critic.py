@@ -15,7 +15,12 @@ from workers.batch.metrics import Metrics
 from workers.config.roles import GaeConfig
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
 from workers.model.losses.returns import KlPenalty, discounts, gae, token_rewards, whiten
-from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
+from workers.roles.model_worker import (
+    TrainedWorker,
+    micro_batches_of,
+    token_block,
+    token_column,
+)
 
 
 class CriticWorker(TrainedWorker):
@@ -42,13 +47,20 @@ class CriticWorker(TrainedWorker):
         rewards = token_rewards(batch, penalty).numpy()
         token_values = values[mask].double()
         gammas = discounts(batch, settings.gamma, gamma_per)
-        estimates = gae(rewards, token_values.numpy(), lengths, gamma=gammas, lam=settings.lam)
+        estimates = gae(
+            rewards, token_values.numpy(), lengths, gamma=gammas, lam=settings.lam
+        )
         advantages, returns = (torch.from_numpy(column) for column in estimates)
         counted = self.counted_tokens(batch)
         statistics = to_metrics([value_statistics(token_values[counted], returns[counted])])
         if settings.whiten:
-            advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device, counted)
-        columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}
+            advantages = whiten(
+                advantages, self.engine.data_parallel_groups, self.engine.device, counted
+            )
+        columns = {
+            "advantages": token_column(mask, advantages),
+            "returns": token_column(mask, returns),
+        }
         self.free_cached_memory()
         return token_block(batch, old_values=values, **columns), statistics
 

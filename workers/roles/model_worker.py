@@ -97,9 +97,13 @@ class ModelWorker(Worker):
         return token_block(batch, log_probs=log_probs), metrics
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
-    def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+    def log_probs_and_entropies(
+        self, batch: DataProto, plan: RankPlan
+    ) -> tuple[DataProto, Metrics]:
         """Return `log_probs` and `entropies` (nats) of a forward-only pass, in the form of `log_probs`."""
-        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(batch, micro_batches_of(plan))
+        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(
+            batch, micro_batches_of(plan)
+        )
         self.free_cached_memory()
         return token_block(batch, log_probs=log_probs, entropies=entropies), metrics
 
@@ -153,16 +157,24 @@ class TrainedWorker(ModelWorker):
         self, batch: DataProto, plan: RankPlan, loss: Any
     ) -> tuple[DataProto, Metrics]:
         """Return also the `log_probs` that the loss has seen, in the form of `log_probs`."""
-        log_probs, metrics = self.engine.forward_backward_log_probs(batch, *self._work(plan, loss))
+        log_probs, metrics = self.engine.forward_backward_log_probs(
+            batch, *self._work(plan, loss)
+        )
         return token_block(batch, log_probs=log_probs), metrics
 
-    def _work(self, plan: RankPlan, loss: Any) -> tuple[Any, Callable[..., Any], Denominators]:
+    def _work(
+        self, plan: RankPlan, loss: Any
+    ) -> tuple[Any, Callable[..., Any], Denominators]:
         (mini_batch,) = plan.mini_batches
-        denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
+        denominators = Denominators(
+            mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups
+        )
         return mini_batch.micro_batches, self.loss_function(loss), denominators
 
     @dispatch(Split.ALL, Join.METRICS)
-    def optimizer_step(self, settings: StepSettings = CONFIGURED, *, last: bool = True) -> Metrics:
+    def optimizer_step(
+        self, settings: StepSettings = CONFIGURED, *, last: bool = True
+    ) -> Metrics:
         """Step along the gradients. settings: of this step alone. last: of a series, which frees
         memory.
         """
@@ -172,7 +184,9 @@ class TrainedWorker(ModelWorker):
         return metrics
 
     @dispatch(Split.ALL)
-    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], *, policy: str = "") -> None:
+    def save_checkpoint(
+        self, path: str, step: int, extra: dict[str, Any], *, policy: str = ""
+    ) -> None:
         """Start to save with the driver's `extra`. Raises CheckpointError if the previous save failed."""
         self.engine.save_checkpoint(path, step=step, extra=extra, policy=policy)
 
@@ -181,7 +195,9 @@ class TrainedWorker(ModelWorker):
         self.engine.wait_for_checkpoint()
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
-    def load_checkpoint(self, path: str, *, optimizer: bool = True, policy: str = "") -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str, *, optimizer: bool = True, policy: str = ""
+    ) -> dict[str, Any]:
         """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state.
         policy: the only one to load, or empty for all. Raises CheckpointError for a broken or foreign
         checkpoint.
@@ -194,7 +210,9 @@ class TrainedWorker(ModelWorker):
         return extra
 
     @dispatch(Split.ALL)
-    def send_copies(self, step: int, extra: dict[str, Any], holders: list[list[Any]]) -> None:
+    def send_copies(
+        self, step: int, extra: dict[str, Any], holders: list[list[Any]]
+    ) -> None:
         """Copy this rank's state, and start to send it to its holders. holders: actors, by rank."""
         import ray
 
@@ -203,7 +221,9 @@ class TrainedWorker(ModelWorker):
             ray.wait(self._sent_copies, num_returns=len(self._sent_copies))
         copy = ray.put(self.engine.checkpointer.copy(extra))
         index = self.coordinates.index
-        self._sent_copies = [holder.hold.remote(self.role, index, step, copy) for holder in holders[index]]
+        self._sent_copies = [
+            holder.hold.remote(self.role, index, step, copy) for holder in holders[index]
+        ]
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_copies(self, step: int, holders: list[Any]) -> dict[str, Any]:
@@ -231,7 +251,9 @@ class TeacherWorker(ModelWorker):
     """
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_log_probs",))
-    def teacher_log_probs(self, batch: DataProto, plan: RankPlan, teacher: str) -> tuple[DataProto, Metrics]:
+    def teacher_log_probs(
+        self, batch: DataProto, plan: RankPlan, teacher: str
+    ) -> tuple[DataProto, Metrics]:
         return self._read(batch, plan, teacher, log_probs, "teacher_log_probs")
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_top_ids", "teacher_top_log_probs"))
@@ -242,11 +264,18 @@ class TeacherWorker(ModelWorker):
         k + 1].
         """
         return self._read(
-            batch, plan, teacher, TopTokens(count, tokens), "teacher_top_ids", "teacher_top_log_probs"
+            batch,
+            plan,
+            teacher,
+            TopTokens(count, tokens),
+            "teacher_top_ids",
+            "teacher_top_log_probs",
         )
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_hidden",))
-    def hidden_states(self, batch: DataProto, plan: RankPlan, teacher: str) -> tuple[DataProto, Metrics]:
+    def hidden_states(
+        self, batch: DataProto, plan: RankPlan, teacher: str
+    ) -> tuple[DataProto, Metrics]:
         """Return the last hidden states [T, H], bfloat16 as int16."""
         return self._read(batch, plan, teacher, hidden_states, "teacher_hidden")
 
@@ -259,9 +288,13 @@ class TeacherWorker(ModelWorker):
         self, batch: DataProto, plan: RankPlan, teacher: str, read: Read, *names: str
     ) -> tuple[DataProto, Metrics]:
         teacher_batch = with_teacher_prompts(batch)
-        outputs = self.engines[teacher].read_outputs(teacher_batch, micro_batches_of(plan), read)
+        outputs = self.engines[teacher].read_outputs(
+            teacher_batch, micro_batches_of(plan), read
+        )
         self.free_cached_memory()
-        outputs = outputs or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
+        outputs = outputs or [np.zeros(0, np.float32)] * len(
+            names
+        )  # of a rank without micro-batches
         columns = {
             name: at_tokens_of(batch, teacher_batch, values)
             for name, values in zip(names, outputs, strict=True)
@@ -270,12 +303,16 @@ class TeacherWorker(ModelWorker):
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
-    return [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
+    return [
+        bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches
+    ]
 
 
 def token_block(batch: DataProto, **tokens: torch.Tensor) -> DataProto:
     """A worker's result: columns [T] over the sequences of a batch."""
-    return DataProto(batch.lengths.numpy(), {name: values.numpy() for name, values in tokens.items()})
+    return DataProto(
+        batch.lengths.numpy(), {name: values.numpy() for name, values in tokens.items()}
+    )
 
 
 def token_column(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

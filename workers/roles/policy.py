@@ -19,7 +19,12 @@ from workers.engine.placement import needs_frozen_tower
 from workers.engine.weights.weight_delta import DeltaPacker, Payload
 from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import ConfigError, WorkerError
-from workers.model.losses import make_policy_loss, make_sft_loss, make_sum_loss, weighted_log_probs
+from workers.model.losses import (
+    make_policy_loss,
+    make_sft_loss,
+    make_sum_loss,
+    weighted_log_probs,
+)
 from workers.model.losses.distillation import WholeLayer
 from workers.model.losses.returns import (
     KlPenalty,
@@ -80,20 +85,31 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
         """
         lengths = batch.loss_token_counts.numpy()
         gammas = discounts(batch, gamma, gamma_per)
-        returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gammas))
-        advantages = whiten(
-            returns, self.engine.data_parallel_groups, self.engine.device, self.counted_tokens(batch)
+        returns = torch.from_numpy(
+            discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gammas)
         )
-        return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
+        advantages = whiten(
+            returns,
+            self.engine.data_parallel_groups,
+            self.engine.device,
+            self.counted_tokens(batch),
+        )
+        return token_block(
+            batch, advantages=token_column(batch.tokens["loss_mask"], advantages)
+        ), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
-    def turn_advantages(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+    def turn_advantages(
+        self, batch: DataProto, plan: RankPlan
+    ) -> tuple[DataProto, Metrics]:
         """Return for each token of the policy its turn's number in `by_turn`, 0 elsewhere, float32 and
         ragged.
         """
         ends, numbers = turns_of(batch)
         advantages = numbers.repeat_interleave(ends.diff(prepend=ends.new_tensor([-1])))
-        return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
+        return token_block(
+            batch, advantages=token_column(batch.tokens["loss_mask"], advantages)
+        ), {}
 
     @dispatch(Split.ALL)
     def take_teacher_layer(self, layer: WholeLayer) -> None:
@@ -127,7 +143,9 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_changed_weights(self, check: bool) -> tuple[Payload | None, Metrics]:
         """Return what changed since the last call, see `DeltaPacker.pack`, on rank zero. Collective."""
-        packed = self._packer.pack(self.engine.named_weights(self.engine.dtype, keeper=0), check)
+        packed = self._packer.pack(
+            self.engine.named_weights(self.engine.dtype, keeper=0), check
+        )
         return packed if self.coordinates.index == 0 else (None, {})
 
     @cached_property
@@ -135,13 +153,17 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
         return DeltaPacker()
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
-    def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+    def reference_log_probs(
+        self, batch: DataProto, plan: RankPlan
+    ) -> tuple[DataProto, Metrics]:
         """Return `log_probs` without the adapters, LoRA's reference. Raises ConfigError without adapters."""
         with self.engine.without_adapters():
             return self.log_probs(batch, plan)
 
     @dispatch(Split.ALL)
-    def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int, epoch: int) -> None:
+    def connect_engines(
+        self, engines: list[Any], placement: str, tensor_parallel: int, epoch: int
+    ) -> None:
         """Connect to the engines, started actors, for transfers between GPUs, in place of those before.
 
         placement: `colocated` or `apart`. epoch: the group's, which `send_weights` names.
@@ -178,7 +200,9 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
         Raises RolloutError if an engine refuses them, WorkerError for another group.
         """
         if self._sender is None or epoch != self._epoch:
-            raise WorkerError(f"transfer group {epoch} does not exist here: the last was {self._epoch}.")
+            raise WorkerError(
+                f"transfer group {epoch} does not exist here: the last was {self._epoch}."
+            )
         lost = self._sender.send(version)
         self.free_cached_memory()
         return lost

@@ -40,13 +40,22 @@ class ScoreRequest:
 
 class RewardWorker:
     def __init__(
-        self, functions: Sequence[RewardFunction], tokenizer_path: str, *, timeout_s: float, concurrency: int
+        self,
+        functions: Sequence[RewardFunction],
+        tokenizer_path: str,
+        *,
+        timeout_s: float,
+        concurrency: int,
     ) -> None:
         from transformers import AutoTokenizer
 
-        self._process = RewardProcess(functions, timeout_s=timeout_s, concurrency=concurrency)
+        self._process = RewardProcess(
+            functions, timeout_s=timeout_s, concurrency=concurrency
+        )
         self._takes_raw = any(RAW in function.columns for function in functions)
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_path, trust_remote_code=False
+        )
 
     def __repr__(self) -> str:
         return "reward"
@@ -65,7 +74,9 @@ class RewardWorker:
                 _text(self._tokenizer, ids),
                 request.columns | _pictures(request, row_images) | self._raw(ids),
             )
-            for i, (ids, request, row_images) in enumerate(zip(last, requests, images, strict=True))
+            for i, (ids, request, row_images) in enumerate(
+                zip(last, requests, images, strict=True)
+            )
         ]
         scores = self._process.run(calls)
         scored = time.time()
@@ -74,7 +85,9 @@ class RewardWorker:
             for i, (row, request) in enumerate(zip(rows, requests, strict=True))
         ]
 
-    def _read_texts(self, row: Mapping[str, np.ndarray], request: ScoreRequest) -> dict[str, Any]:
+    def _read_texts(
+        self, row: Mapping[str, np.ndarray], request: ScoreRequest
+    ) -> dict[str, Any]:
         if request.texts or len(row["input_ids"]) - request.prompt_tokens <= LONGEST_SENT:
             return texts_of(self._tokenizer, row, request.prompt_tokens)
         return {"response": ""}
@@ -85,11 +98,15 @@ class RewardWorker:
 
 def _pictures(request: ScoreRequest, images: Sequence[PlacedImage]) -> dict[str, Any]:
     return (
-        {request.image_key: Pictures([placed_image.image.data for placed_image in images])} if images else {}
+        {request.image_key: Pictures([placed_image.image.data for placed_image in images])}
+        if images
+        else {}
     )
 
 
-def texts_of(tokenizer: Any, row: Mapping[str, np.ndarray], prompt_tokens: int) -> dict[str, Any]:
+def texts_of(
+    tokenizer: Any, row: Mapping[str, np.ndarray], prompt_tokens: int
+) -> dict[str, Any]:
     """Return `response` and `turns` of a sample's Score. row: of its block."""
     ids = row["input_ids"][prompt_tokens:]
     versions = row["weight_versions"][prompt_tokens:]
@@ -108,7 +125,10 @@ def turns(versions: np.ndarray) -> list[tuple[str, slice]]:
     whose = np.minimum(versions, 0)
     bounds = [0, *(np.flatnonzero(whose[1:] != whose[:-1]) + 1).tolist(), len(versions)]
     who = {0: "policy", NOT_SAMPLED: "environment", INSERTED: "inserted"}
-    parts = [(who[int(whose[start])], slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
+    parts = [
+        (who[int(whose[start])], slice(start, stop))
+        for start, stop in itertools.pairwise(bounds)
+    ]
     return parts if len(parts) > 1 else []
 
 

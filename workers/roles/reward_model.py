@@ -45,12 +45,18 @@ class RewardModelTrainer(RewardModelWorker, TrainedWorker):
 
     def loss_function(self, loss: Any) -> Callable[..., Any]:
         """`WeightedLossConfig` reads `coefficient` [B]. A name of `score_errors` reads `label`."""
-        return weighted_values if isinstance(loss, WeightedLossConfig) else make_score_loss(loss)
+        return (
+            weighted_values
+            if isinstance(loss, WeightedLossConfig)
+            else make_score_loss(loss)
+        )
 
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_labels(self, batch: DataProto, plan: RankPlan, loss: str) -> Metrics:
         """Return `loss` and the statistics of `score_errors`, forward only."""
-        _, metrics = self.engine.values(batch, micro_batches_of(plan), partial(_measure, loss), self.cells)
+        _, metrics = self.engine.values(
+            batch, micro_batches_of(plan), partial(_measure, loss), self.cells
+        )
         self.free_cached_memory()
         return metrics
 

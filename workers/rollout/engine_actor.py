@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 FLUSH_SECONDS = 0.25
-RECOMPUTE_SECONDS = 0.02  # between looks at requests whose keys and values are computed again
+RECOMPUTE_SECONDS = (
+    0.02  # between looks at requests whose keys and values are computed again
+)
 
 
 class Update(Enum):
@@ -125,7 +127,11 @@ class VllmEngineActor:
 
     def _prepare_sandboxes(self) -> None:
         """Refuse a node that cannot make them, and remove those of processes that were killed."""
-        from workers.sandbox.kinds import check_sandbox, export_settings, remove_left_over_sandboxes
+        from workers.sandbox.kinds import (
+            check_sandbox,
+            export_settings,
+            remove_left_over_sandboxes,
+        )
 
         check_sandbox(self.config.sandbox)
         export_settings(self.config.sandbox)
@@ -149,12 +155,17 @@ class VllmEngineActor:
             from workers.sandbox.pools import SandboxAgentPool
 
             line = rollout.agent_command
-            return SandboxAgentPool(line, rollout.agent_timeout_s, sandbox=rollout.sandbox, **limits)
+            return SandboxAgentPool(
+                line, rollout.agent_timeout_s, sandbox=rollout.sandbox, **limits
+            )
         return AgentPool(rollout.agent_command or agent, rollout.agent_timeout_s, **limits)
 
     def _make_tool_pool(self, tools: bytes, timeout_s: float) -> ToolPool:
         rollout = self.config
-        limits = {"max_calls": rollout.max_tool_calls, "max_characters": rollout.max_tool_characters}
+        limits = {
+            "max_calls": rollout.max_tool_calls,
+            "max_characters": rollout.max_tool_characters,
+        }
         if rollout.sandbox.kind:
             from workers.sandbox.pools import SandboxToolPool
 
@@ -168,7 +179,9 @@ class VllmEngineActor:
     def engine(self) -> "AsyncLLM":
         """Raises RolloutError before `start` and after `stop`."""
         if self._engine is None:
-            raise RolloutError(f"rollout replica {self.index} has no engine. Call start first.")
+            raise RolloutError(
+                f"rollout replica {self.index} has no engine. Call start first."
+            )
         return self._engine
 
     async def start(self) -> None:
@@ -201,19 +214,34 @@ class VllmEngineActor:
             self._player = await self._make_agent_player(engine, images)
         elif self._environments is not None:
             renderer = await asyncio.to_thread(load_renderer, self.model)
-            self._player = EpisodePlayer(self.config, self._sampler, self._environments, renderer)
+            self._player = EpisodePlayer(
+                self.config, self._sampler, self._environments, renderer
+            )
         if self.config.sampling.max_thinking_tokens:
-            await asyncio.to_thread(lambda: self._sampler.thinking.closing(self.config.sampling))
+            await asyncio.to_thread(
+                lambda: self._sampler.thinking.closing(self.config.sampling)
+            )
         await engine.update_weight_version("0")
         self._engine = engine
 
-    async def _make_agent_player(self, engine: "AsyncLLM", images: ImageInputs) -> AgentPlayer:
+    async def _make_agent_player(
+        self, engine: "AsyncLLM", images: ImageInputs
+    ) -> AgentPlayer:
         import ray
 
-        self._gateway = Gateway(engine, self.model, self.config, self._caches, images, self._adapters)
-        await self._gateway.start(LOOPBACK if self._front is None else ray.util.get_node_ip_address())
+        self._gateway = Gateway(
+            engine, self.model, self.config, self._caches, images, self._adapters
+        )
+        await self._gateway.start(
+            LOOPBACK if self._front is None else ray.util.get_node_ip_address()
+        )
         return AgentPlayer(
-            engine, self.config, self._gateway, self._agents, self._front, needs_reward=self._needs_reward
+            engine,
+            self.config,
+            self._gateway,
+            self._agents,
+            self._front,
+            needs_reward=self._needs_reward,
         )
 
     def _build(self) -> "AsyncLLM":
@@ -238,7 +266,9 @@ class VllmEngineActor:
         The block comes first, so that it exists when a caller gets the list. Failed samples have no row. If
         the engine dies, RolloutError ends the stream.
         """
-        pending = {asyncio.create_task(self._sample(request, sampling)) for request in requests}
+        pending = {
+            asyncio.create_task(self._sample(request, sampling)) for request in requests
+        }
         try:
             while pending:
                 done, pending = await asyncio.wait(
@@ -246,7 +276,8 @@ class VllmEngineActor:
                 )
                 if done:
                     block, results = flush(
-                        [task.result() for task in done], self.engine.model_config.get_num_experts()
+                        [task.result() for task in done],
+                        self.engine.model_config.get_num_experts(),
                     )
                     yield block
                     yield results
@@ -263,7 +294,11 @@ class VllmEngineActor:
         rows: list[Row] = []
         try:
             vocabulary = engine.model_config.get_vocab_size()
-            check_prompt(request.prompt_ids, vocab_size=vocabulary, max_model_tokens=self._max_model_tokens)
+            check_prompt(
+                request.prompt_ids,
+                vocab_size=vocabulary,
+                max_model_tokens=self._max_model_tokens,
+            )
             async with asyncio.timeout(request.timeout_s):
                 result, rows = await self._play(request, sampling)
         except EngineDeadError as error:
@@ -276,18 +311,29 @@ class VllmEngineActor:
                 reason = f"it took more than {request.timeout_s:g} s"
             tokens = len(request.prompt_ids)
             result = SampleResult(
-                request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason
+                request.uid,
+                request.sample,
+                tokens,
+                0,
+                ERROR,
+                weight_version=-1,
+                error=reason,
             )
         finally:
             self._caches.end(request.seed)
         # The weights at the start may have computed keys and values that all tokens read.
         if self._caches.oldest:
             result = replace(result, weight_version=min(result.weight_version, began))
-        return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
+        return replace(
+            result, replica=self.index, start=start, seconds=time.time() - start
+        ), rows
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         if request.start is None:  # one turn, or a question to a judge
-            limits = {"max_turns": self.config.max_turns, "max_tokens": sampling.max_new_tokens}
+            limits = {
+                "max_turns": self.config.max_turns,
+                "max_tokens": sampling.max_new_tokens,
+            }
             episode = Episode(request.prompt_ids, request.images, **limits)
             turn = await self._sampler.sample_turn(request, sampling, episode)
             episode.add(turn)
@@ -313,7 +359,9 @@ class VllmEngineActor:
         with private_file(payload) as path:
             await self._load_weights(path, version)
 
-    async def follow_weights(self, payloads: Sequence[tuple[int, Awaitable[Payload]]]) -> None:
+    async def follow_weights(
+        self, payloads: Sequence[tuple[int, Awaitable[Payload]]]
+    ) -> None:
         """Load the newest weights as `update_weights`. payloads: versions and references, a whole file and
         deltas.
         """
@@ -356,7 +404,9 @@ class VllmEngineActor:
         try:
             await self._hold_requests()
             await self._answer("load adapters", self._adapters.replace(files))
-            await self._answer(f"take version {version}", self.engine.update_weight_version(str(version)))
+            await self._answer(
+                f"take version {version}", self.engine.update_weight_version(str(version))
+            )
             await self._resume(version)
         except RolloutError:
             await self.engine.resume_generation()
@@ -367,7 +417,9 @@ class VllmEngineActor:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info)
-        await self._answer("join the transfer", self.engine.init_weight_transfer_engine(request))
+        await self._answer(
+            "join the transfer", self.engine.init_weight_transfer_engine(request)
+        )
 
     async def begin_update(self) -> None:
         """Hold requests and prepare for weights, also after an update that ended for a lost engine's sake."""
@@ -391,7 +443,8 @@ class VllmEngineActor:
 
         self._update = Update.NONE  # an error ends vLLM's update
         await self._answer(
-            "load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info))
+            "load the weights",
+            self.engine.update_weights(WeightTransferUpdateRequest(update_info)),
         )
         self._update = Update.RECEIVED
 
@@ -401,7 +454,9 @@ class VllmEngineActor:
         await self._resume(version)
 
     async def _finish_weights(self, version: int) -> None:
-        await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
+        await self._answer(
+            f"take version {version}", self.engine.finish_weight_update(str(version))
+        )
         self._update = Update.NONE
 
     async def _resume(self, version: int) -> None:
@@ -417,7 +472,10 @@ class VllmEngineActor:
     async def _recompute(self, load: WeightLoad, held: dict[str, int]) -> None:
         """Record the update when all requests that were held have sampled a token more, or have ended."""
         began = time.time()
-        while not self.engine.errored and held.items() & unfinished_tokens(self.engine).items():
+        while (
+            not self.engine.errored
+            and held.items() & unfinished_tokens(self.engine).items()
+        ):
             await sleep(RECOMPUTE_SECONDS)
         self._loads.append(replace(load, recompute_seconds=time.time() - began))
 
@@ -433,7 +491,9 @@ class VllmEngineActor:
                 f"{describe_death(error)}"
             ) from error
         except Exception as error:
-            raise RolloutError(f"rollout replica {self.index} could not {doing}: {error}") from error
+            raise RolloutError(
+                f"rollout replica {self.index} could not {doing}: {error}"
+            ) from error
 
     async def take_weight_loads(self) -> list[WeightLoad]:
         """Return weight updates since the last call."""

@@ -41,7 +41,11 @@ class Player(Protocol):
 
 class EpisodePlayer:
     def __init__(
-        self, config: RolloutConfig, sampler: TurnSampler, environments: EnvironmentPool, renderer: Renderer
+        self,
+        config: RolloutConfig,
+        sampler: TurnSampler,
+        environments: EnvironmentPool,
+        renderer: Renderer,
     ) -> None:
         self._config = config
         self._sampler = sampler
@@ -70,7 +74,9 @@ class EpisodePlayer:
         )
         record = start.record
         if start.image_key:
-            record = record | {start.image_key: Pictures([await png_bytes(image) for image in images])}
+            record = record | {
+                start.image_key: Pictures([await png_bytes(image) for image in images])
+            }
         environment = self._environments.episode(start.options.get("tools", ()))
         sample = partial(self._sampler.sample_turn, request, sampling)
         reason, score = await play(episode, sample, environment, conversation, record)
@@ -121,14 +127,22 @@ class AgentPlayer:
         start = request.start
         name = request.session
         if start.image_key:
-            images = [await png_bytes(placed_image.image) for placed_image in request.images]
-            start = replace(start, record=with_urls(start.record, start.prompt_key, start.image_key, images))
+            images = [
+                await png_bytes(placed_image.image) for placed_image in request.images
+            ]
+            start = replace(
+                start,
+                record=with_urls(start.record, start.prompt_key, start.image_key, images),
+            )
             request = replace(request, start=start)
         takeover = Takeover(request.begun or SessionRecord())
         if self._front is not None:
             takeover = await self._call_front("offer", name, start.record, takeover.record)
         session = Session(
-            name, max_turns=self._config.max_turns, record=takeover.record, goes_on=takeover.goes_on
+            name,
+            max_turns=self._config.max_turns,
+            record=takeover.record,
+            goes_on=takeover.goes_on,
         )
         self._sessions[request.seed] = session
         access = self._gateway.open(
@@ -136,7 +150,9 @@ class AgentPlayer:
             sampling,
             request.seed,
             start.options,
-            on_turns=partial(self._send_turns, session) if self._front is not None else None,
+            on_turns=partial(self._send_turns, session)
+            if self._front is not None
+            else None,
             priority=request.priority,
             image_pixels=start.image_pixels,
         )
@@ -144,7 +160,9 @@ class AgentPlayer:
         failure = ""
         try:
             if not takeover.ended:
-                score = await wait_while_alive(self._engine, self._run_agent(request, access))
+                score = await wait_while_alive(
+                    self._engine, self._run_agent(request, access)
+                )
         except EpisodeError as error:
             failure = str(error)
             # An engine that is dying takes agents with it.
@@ -156,7 +174,9 @@ class AgentPlayer:
             raise EngineDeadError()
         if not session.kept:
             raise EpisodeError(failure or "the agent received no answer of the policy")
-        return finish_session(request, session, score, failure, needs_reward=self._needs_reward)
+        return finish_session(
+            request, session, score, failure, needs_reward=self._needs_reward
+        )
 
     def records(self) -> dict[int, SessionRecord]:
         """Return the open sessions, by their requests' seeds."""
@@ -170,15 +190,21 @@ class AgentPlayer:
             return await self._agents.run(request.start.record, variables)
         limit_s = self._config.agent_timeout_s
         try:
-            playing = self._call_front("play", request.session, access.session_url, access.key)
+            playing = self._call_front(
+                "play", request.session, access.session_url, access.key
+            )
             await asyncio.wait_for(playing, limit_s)
         except TimeoutError:
-            raise EpisodeError(f"took more than rollout.agent_timeout_s={limit_s:g} s") from None
+            raise EpisodeError(
+                f"took more than rollout.agent_timeout_s={limit_s:g} s"
+            ) from None
         return None  # the gateway has told the session
 
     async def _send_turns(self, session: Session, nodes: Sequence[Node]) -> None:
         """Send new turns, or all if the front was restarted and lacks the earlier ones."""
-        if not await self._call_front("turn", session.name, session.snapshot(nodes), session.known):
+        if not await self._call_front(
+            "turn", session.name, session.snapshot(nodes), session.known
+        ):
             await self._call_front("turn", session.name, session.snapshot(), session.known)
 
     async def _call_front(self, method: str, *arguments: Any) -> Any:

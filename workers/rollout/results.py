@@ -23,7 +23,9 @@ Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, list[Row]]
 
 
-def flush(samples: Sequence[Sample], experts: int = 0) -> tuple[DataProto, list[SampleResult]]:
+def flush(
+    samples: Sequence[Sample], experts: int = 0
+) -> tuple[DataProto, list[SampleResult]]:
     """Join the rows, and number the results, sorted by (uid, sample). experts: of a layer, for their numbers'
     type.
     """
@@ -37,11 +39,20 @@ def flush(samples: Sequence[Sample], experts: int = 0) -> tuple[DataProto, list[
 
 def _narrow(row: Row) -> Row:
     """A byte for an expert's number: -1 becomes 255."""
-    return row | {ROUTED_EXPERTS: row[ROUTED_EXPERTS].astype(np.uint8)} if ROUTED_EXPERTS in row else row
+    return (
+        row | {ROUTED_EXPERTS: row[ROUTED_EXPERTS].astype(np.uint8)}
+        if ROUTED_EXPERTS in row
+        else row
+    )
 
 
 def finish_session(
-    request: SampleRequest, session: Session, agent_score: Score | None, failure: str, *, needs_reward: bool
+    request: SampleRequest,
+    session: Session,
+    agent_score: Score | None,
+    failure: str,
+    *,
+    needs_reward: bool,
 ) -> Sample:
     """Return the sample of a session that its agent has left. agent_score: its reward. failure: why it did
     not end well.
@@ -57,7 +68,8 @@ def finish_session(
         session.reward(0.0)
     if session.value is None and not failure:
         failure = (
-            "it gave the session no reward, and there is no reward.function. Return a reward, or set one"
+            "it gave the session no reward, and there is no reward.function. "
+            "Return a reward, or set one"
         )
     score = replace(
         agent_score or Score(0.0, ""),
@@ -68,7 +80,9 @@ def finish_session(
         session=tuple(session.describe_turns()),
     )
     cut = session.kept[-1].response.finish_reason == LENGTH
-    result, rows = finish_sample(request, session, TURNS if session.full else LENGTH if cut else STOP, score)
+    result, rows = finish_sample(
+        request, session, TURNS if session.full else LENGTH if cut else STOP, score
+    )
     return replace(result, messages=session.transcript), rows
 
 

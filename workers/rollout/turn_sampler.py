@@ -61,12 +61,22 @@ class TurnSampler:
         is_open = self.thinking.is_open(episode.ids, turn.ids)
         partial_response = turn
         if is_open:
-            partial_response = self.thinking.closing(sampling, int(turn.ids[-1])).after(turn)
+            partial_response = self.thinking.closing(sampling, int(turn.ids[-1])).after(
+                turn
+            )
         if len(partial_response.ids) >= limit:  # no room for an answer
             return turn
-        full_turn = await self._sample_rest(request, sampling, episode, partial_response, limit)
-        full_turn = replace(full_turn, read_tokens=turn.read_tokens, cached_tokens=turn.cached_tokens)
-        return full_turn if is_open else self.thinking.stop_at_text(full_turn, len(turn.ids), sampling.stop)
+        full_turn = await self._sample_rest(
+            request, sampling, episode, partial_response, limit
+        )
+        full_turn = replace(
+            full_turn, read_tokens=turn.read_tokens, cached_tokens=turn.cached_tokens
+        )
+        return (
+            full_turn
+            if is_open
+            else self.thinking.stop_at_text(full_turn, len(turn.ids), sampling.stop)
+        )
 
     async def _sample_rest(
         self,
@@ -84,7 +94,9 @@ class TurnSampler:
             sampled_tokens = len(partial_response.ids)
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
         minimum = min(limit, sampling.min_new_tokens) - sampled_tokens
-        changed = replace(sampling, max_new_tokens=limit - sampled_tokens, min_new_tokens=max(0, minimum))
+        changed = replace(
+            sampling, max_new_tokens=limit - sampled_tokens, min_new_tokens=max(0, minimum)
+        )
         seed = turn_seed(turn_seed(request.seed, len(episode.turns)), sampled_tokens)
         parameters = sampling_parameters(changed, seed)
         if sampling.may_continue:
@@ -94,14 +106,20 @@ class TurnSampler:
                 prompt = await self._images.prompt(ids, episode.images, salt)
                 adapters = self._adapters.of(request.adapter)
                 outputs = self._engine.generate(
-                    prompt, parameters, name, lora_request=adapters, priority=request.priority
+                    prompt,
+                    parameters,
+                    name,
+                    lora_request=adapters,
+                    priority=request.priority,
                 )
                 (output,) = [output async for output in outputs]
         finally:
             self._under_way.pop(name, None)
         response = as_response(output).after(partial_response)
         if request.adapter:  # vLLM knows the version that was published last, of any policy
-            response = replace(response, versions=np.full_like(response.versions, request.adapter))
+            response = replace(
+                response, versions=np.full_like(response.versions, request.adapter)
+            )
         return response
 
     def partial_responses(self, unfinished: Mapping[str, Response]) -> dict[int, Response]:

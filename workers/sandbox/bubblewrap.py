@@ -53,7 +53,10 @@ SOCKET = (41, 198)
 AF_UNIX = 1
 AF_INET = 2
 REFUSED = {
-    "memfd_create": (319, 279),  # this and the next three hold memory that no process has mapped
+    "memfd_create": (
+        319,
+        279,
+    ),  # this and the next three hold memory that no process has mapped
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
@@ -97,7 +100,9 @@ holds("limits", resource.setrlimit, resource.RLIMIT_NPROC, (-1, -1))
 holds("processes", fork)
 print(*refusals, sep=", ")
 """
-CLAIMS = [line.split('"')[1] for line in BREAKOUT.splitlines() if line.startswith('holds("')]
+CLAIMS = [
+    line.split('"')[1] for line in BREAKOUT.splitlines() if line.startswith('holds("')
+]
 TRIAL_LIMITS = SandboxLimits(memory_mib=256, processes=8, disk_mib=1, command_s=30)
 TRIAL_LABEL = SandboxLabel("", "trial")
 
@@ -172,10 +177,16 @@ class BubblewrapSandbox(Sandbox):
             header, output = self._ask(request, stdin, seconds + GRACE_SECONDS)
         finally:
             ended.set()
-        return CommandResult(output, header["exit_code"], header["cut"], header["timed_out"])
+        return CommandResult(
+            output, header["exit_code"], header["cut"], header["timed_out"]
+        )
 
     def read(self, path: str) -> bytes:
-        request = {"do": "read", "path": _inside(path), "longest": self.limits.disk_mib * MIB}
+        request = {
+            "do": "read",
+            "path": _inside(path),
+            "longest": self.limits.disk_mib * MIB,
+        }
         _, content = self._ask(request, b"", START_SECONDS)
         return content
 
@@ -200,10 +211,14 @@ class BubblewrapSandbox(Sandbox):
             self._process = None
             self._relay = None
 
-    def _ask(self, request: dict[str, Any], content: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+    def _ask(
+        self, request: dict[str, Any], content: bytes, seconds: float
+    ) -> tuple[dict[str, Any], bytes]:
         with self._turn:
             if self._process is None:
-                raise SandboxError(f"the sandbox is not running: {self._loss or 'call start first'}")
+                raise SandboxError(
+                    f"the sandbox is not running: {self._loss or 'call start first'}"
+                )
             timer = Timer(seconds, self._lose, [f"it did not answer in {seconds:g} s"])
             timer.start()
             try:
@@ -242,8 +257,12 @@ class BubblewrapSandbox(Sandbox):
             return
         self._loss = self._loss or reason
         with suppress(OSError):  # each may have ended meanwhile
-            inner = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.killpg(process.pid, signal.SIGKILL)  # with an inner process that has just begun
+            inner = (
+                Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            )
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # with an inner process that has just begun
             for pid in inner:
                 os.kill(int(pid), signal.SIGKILL)
 
@@ -259,7 +278,10 @@ class BubblewrapSandbox(Sandbox):
                 assert self._process is not None
                 (supervisor,) = psutil.Process(self._process.pid).children()
                 commands = supervisor.children(recursive=True)
-                if sum(command.memory_info().rss for command in commands) > self.limits.memory_mib * MIB:
+                if (
+                    sum(command.memory_info().rss for command in commands)
+                    > self.limits.memory_mib * MIB
+                ):
                     for command in commands:
                         command.kill()
 
@@ -307,17 +329,41 @@ class BubblewrapSandbox(Sandbox):
             "MSGQUEUE": 0,
             "CORE": 0,
         }
-        return json.dumps({"limits": limits, "gateway_port": self._gateway[1] if self._gateway else 0})
+        return json.dumps(
+            {"limits": limits, "gateway_port": self._gateway[1] if self._gateway else 0}
+        )
 
     def _options(self) -> list[str]:
         folders = [path for path in map(Path, ("/bin", "/lib", "/lib64")) if path.exists()]
-        options = ["unshare-all", "unshare-user", "disable-userns", "die-with-parent", "new-session"]
-        options += ["clearenv", "as-pid-1", "uid 1000", "gid 1000", "hostname box", "cap-drop ALL"]
+        options = [
+            "unshare-all",
+            "unshare-user",
+            "disable-userns",
+            "die-with-parent",
+            "new-session",
+        ]
+        options += [
+            "clearenv",
+            "as-pid-1",
+            "uid 1000",
+            "gid 1000",
+            "hostname box",
+            "cap-drop ALL",
+        ]
         options += [f"size {self.limits.disk_mib * MIB}", "tmpfs /", "ro-bind /usr /usr"]
-        options += [f"symlink {os.readlink(path)} {path}" for path in folders if path.is_symlink()]
+        options += [
+            f"symlink {os.readlink(path)} {path}" for path in folders if path.is_symlink()
+        ]
         options += [f"ro-bind {path} {path}" for path in folders if not path.is_symlink()]
-        options += [f"dev-bind /dev/{name} /dev/{name}" for name in ("null", "zero", "random", "urandom")]
-        options += ["ro-bind-try /etc/ld.so.cache /etc/ld.so.cache", "dir /tmp", f"dir {HOME}"]
+        options += [
+            f"dev-bind /dev/{name} /dev/{name}"
+            for name in ("null", "zero", "random", "urandom")
+        ]
+        options += [
+            "ro-bind-try /etc/ld.so.cache /etc/ld.so.cache",
+            "dir /tmp",
+            f"dir {HOME}",
+        ]
         options += [f"chdir {HOME}"]
         words = [word for option in options for word in f"--{option}".split()]
         for folder in self._folders:

@@ -14,7 +14,12 @@ from typing import IO
 from workers.errors import ConfigError
 from workers.sandbox.gateway_relay import GatewayRelay
 from workers.sandbox.owners import OWNER, is_left_over, labels
-from workers.sandbox.protocol import CommandResult, SandboxError, SandboxLabel, SandboxLimits
+from workers.sandbox.protocol import (
+    CommandResult,
+    SandboxError,
+    SandboxLabel,
+    SandboxLimits,
+)
 from workers.sandbox.shell_sandbox import ShellSandbox
 
 PROGRAMS = ("docker", "podman")
@@ -50,19 +55,29 @@ class ContainerSandbox(ShellSandbox):
         if self._gateway:
             self._relay = GatewayRelay(*self._gateway)
         self._state = ""
-        self._client("run", *self._options(), self._image, "-c", f"sleep {self.limits.lifetime_s:.0f}")
+        self._client(
+            "run",
+            *self._options(),
+            self._image,
+            "-c",
+            f"sleep {self.limits.lifetime_s:.0f}",
+        )
         if self._gateway:
             source = Path(__file__).with_name("supervisor.py").read_text()
             self._client("exec", self._name, "python3", "-c", source, str(self._gateway[1]))
 
-    def execute(self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int) -> CommandResult:
+    def execute(
+        self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+    ) -> CommandResult:
         if self._state:
             raise SandboxError(f"the sandbox is not running: {self._state}")
         command = [self._program, "exec", "--interactive", self._name, *arguments]
         result, errors = run_client(command, stdin, seconds + GRACE_SECONDS, longest)
         if result.timed_out:
             self.stop()
-            raise SandboxError(f"the sandbox ended: it did not answer in {seconds + GRACE_SECONDS:g} s")
+            raise SandboxError(
+                f"the sandbox ended: it did not answer in {seconds + GRACE_SECONDS:g} s"
+            )
         # The client's own errors. A command's are part of its output.
         if errors and result.exit_code and not self._is_running():
             self._state = errors.decode(errors="replace").strip().splitlines()[-1]
@@ -81,11 +96,23 @@ class ContainerSandbox(ShellSandbox):
         self._state = "it was stopped"
         if self._relay is not None:
             self._relay.close()
-        run_client([self._program, "rm", "--force", "--volumes", self._name], b"", CLIENT_SECONDS, CHUNK)
+        run_client(
+            [self._program, "rm", "--force", "--volumes", self._name],
+            b"",
+            CLIENT_SECONDS,
+            CHUNK,
+        )
 
     def _options(self) -> list[str]:
         limits = self.limits
-        options = ["--detach", "--rm", "--init", "--pull=never", f"--name={self._name}", "--entrypoint=sh"]
+        options = [
+            "--detach",
+            "--rm",
+            "--init",
+            "--pull=never",
+            f"--name={self._name}",
+            "--entrypoint=sh",
+        ]
         options += [f"--label={name}={value}" for name, value in labels(self.label).items()]
         options += [f"--cpus={limits.cpus:g}", f"--pids-limit={limits.processes}"]
         options += [f"--memory={limits.memory_mib}m", f"--memory-swap={limits.memory_mib}m"]
@@ -99,7 +126,14 @@ class ContainerSandbox(ShellSandbox):
         return options
 
     def _is_running(self) -> bool:
-        command = [self._program, "container", "inspect", "--format", "{{.State.Running}}", self._name]
+        command = [
+            self._program,
+            "container",
+            "inspect",
+            "--format",
+            "{{.State.Running}}",
+            self._name,
+        ]
         result, _ = run_client(command, b"", CLIENT_SECONDS, CHUNK)
         return result.text.strip() == "true"
 
@@ -123,21 +157,36 @@ def check_container(key: str, program: str, image: str) -> None:
     if not image:
         raise ConfigError(f"{key}={program}: it names no image. Set {program}:IMAGE.")
     if which(program) is None:
-        raise ConfigError(f"{setting}: {program} is not installed. Install it on every node that samples.")
+        raise ConfigError(
+            f"{setting}: {program} is not installed. Install it on every node that samples."
+        )
     try:
-        ask_client(program, "info", "--format", "{{.OSType}}" if program == "docker" else "{{.Host.OS}}")
+        ask_client(
+            program,
+            "info",
+            "--format",
+            "{{.OSType}}" if program == "docker" else "{{.Host.OS}}",
+        )
     except SandboxError as error:
-        raise ConfigError(f"{setting}: {error}. Start its service, or give this user access to it.") from None
+        raise ConfigError(
+            f"{setting}: {error}. Start its service, or give this user access to it."
+        ) from None
     try:
         ask_client(program, "image", "inspect", "--format", "{{.Id}}", image)
     except SandboxError as error:
-        raise ConfigError(f"{setting}: {error}. Run `{program} pull {image}` on every node.") from None
+        raise ConfigError(
+            f"{setting}: {error}. Run `{program} pull {image}` on every node."
+        ) from None
 
 
 def remove_left_over(program: str) -> int:
     """Remove the containers of processes of this machine that have ended. Returns how many."""
     listing = ask_client(
-        program, "ps", "--all", f"--filter=label={OWNER}", f'--format={{{{.ID}}}} {{{{.Label "{OWNER}"}}}}'
+        program,
+        "ps",
+        "--all",
+        f"--filter=label={OWNER}",
+        f'--format={{{{.ID}}}} {{{{.Label "{OWNER}"}}}}',
     )
     pairs = [line.split() for line in listing.splitlines()]
     names = [name for name, owner in pairs if is_left_over(owner)]
@@ -191,4 +240,6 @@ def run_client(
         thread.join(5)
     code = process.returncode
     exit_code = 128 - code if code < 0 else code
-    return CommandResult(bytes(output), exit_code, total[0] > len(output), timed_out), bytes(errors)
+    return CommandResult(
+        bytes(output), exit_code, total[0] > len(output), timed_out
+    ), bytes(errors)

@@ -36,7 +36,12 @@ class DaytonaService(Service):
         return make_client().create(parameters, timeout=START_SECONDS)
 
     def execute(
-        self, sandbox: Any, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+        self,
+        sandbox: Any,
+        arguments: Sequence[str],
+        stdin: bytes,
+        seconds: float,
+        longest: int,
     ) -> CommandResult:
         input_file = NO_INPUT
         if stdin:

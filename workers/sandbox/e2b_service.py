@@ -26,9 +26,16 @@ class E2bService(Service):
         )
 
     def execute(
-        self, sandbox: Any, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+        self,
+        sandbox: Any,
+        arguments: Sequence[str],
+        stdin: bytes,
+        seconds: float,
+        longest: int,
     ) -> CommandResult:
-        sandbox.set_timeout(int(seconds) + IDLE_SECONDS)  # its life is counted from here anew
+        sandbox.set_timeout(
+            int(seconds) + IDLE_SECONDS
+        )  # its life is counted from here anew
         input_file = NO_INPUT
         if stdin:
             input_file = f"/tmp/{uuid.uuid4().hex}"

@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 
 from workers.errors import ConfigError, describe_error
 from workers.sandbox.owners import HOST, OWNER, host_name, is_left_over, labels, own_label
-from workers.sandbox.protocol import CommandResult, SandboxError, SandboxLabel, SandboxLimits
+from workers.sandbox.protocol import (
+    CommandResult,
+    SandboxError,
+    SandboxLabel,
+    SandboxLimits,
+)
 from workers.sandbox.shell_sandbox import ShellSandbox
 
 IDLE_SECONDS = 3600
@@ -38,7 +43,12 @@ class Service(ABC):
 
     @abstractmethod
     def execute(
-        self, sandbox: Any, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+        self,
+        sandbox: Any,
+        arguments: Sequence[str],
+        stdin: bytes,
+        seconds: float,
+        longest: int,
     ) -> CommandResult:
         """Run a program. seconds: after which the call fails. longest: bytes of output."""
 
@@ -57,7 +67,9 @@ class Service(ABC):
 class HostedSandbox(ShellSandbox):
     """A sandbox of a service."""
 
-    def __init__(self, limits: SandboxLimits, label: SandboxLabel, *, service: Service, image: str) -> None:
+    def __init__(
+        self, limits: SandboxLimits, label: SandboxLabel, *, service: Service, image: str
+    ) -> None:
         super().__init__(limits, label)
         self._service = service
         self._image = image
@@ -66,16 +78,26 @@ class HostedSandbox(ShellSandbox):
 
     def start(self) -> None:
         marks = labels(self.label)
-        self._sandbox = call_service(self._service, self._service.create, self._image, self.limits, marks)
+        self._sandbox = call_service(
+            self._service, self._service.create, self._image, self.limits, marks
+        )
         self._state = ""
 
-    def execute(self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int) -> CommandResult:
+    def execute(
+        self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+    ) -> CommandResult:
         if self._state:
             raise SandboxError(f"the sandbox is not running: {self._state}")
         seconds += GRACE_SECONDS
         try:
             return call_service(
-                self._service, self._service.execute, self._sandbox, arguments, stdin, seconds, longest
+                self._service,
+                self._service.execute,
+                self._sandbox,
+                arguments,
+                stdin,
+                seconds,
+                longest,
             )
         except SandboxError as error:
             with suppress(SandboxError):  # the first error says more
@@ -93,11 +115,15 @@ class HostedSandbox(ShellSandbox):
         call_service(self._service, self._service.remove, self._sandbox)
 
 
-def call_service(service: Service, method: Callable[..., Answer], *arguments: Any) -> Answer:
+def call_service(
+    service: Service, method: Callable[..., Answer], *arguments: Any
+) -> Answer:
     """Call an SDK. Raises SandboxError."""
     try:
         return method(*arguments)
-    except Exception as error:  # the SDKs' errors have no common root, and E2B raises plain Exception too
+    except (
+        Exception
+    ) as error:  # the SDKs' errors have no common root, and E2B raises plain Exception too
         raise SandboxError(f"{service.name}: {describe_error(error)}") from None
 
 
@@ -116,18 +142,26 @@ def check_service(key: str, service: Service, image: str, limits: SandboxLimits)
         )
     if not service.has_key():
         variables = " and ".join(service.variables)
-        raise ConfigError(f"{setting}: there is no key. Set the environment variable {variables}.")
+        raise ConfigError(
+            f"{setting}: there is no key. Set the environment variable {variables}."
+        )
     try:
-        with HostedSandbox(limits, own_label("check"), service=service, image=image) as sandbox:
+        with HostedSandbox(
+            limits, own_label("check"), service=service, image=image
+        ) as sandbox:
             sandbox.run("true")
     except SandboxError as error:
-        raise ConfigError(f"{setting}: {error}. Check the {service.needed.lower()} and the key.") from None
+        raise ConfigError(
+            f"{setting}: {error}. Check the {service.needed.lower()} and the key."
+        ) from None
 
 
 def remove_left_over_hosted(service: Service) -> int:
     """Remove the sandboxes of processes of this machine that have ended. Returns how many."""
     sandboxes = call_service(service, lambda: list(service.find({HOST: host_name()})))
-    left_over = [sandbox for marks, sandbox in sandboxes if is_left_over(marks.get(OWNER, ""))]
+    left_over = [
+        sandbox for marks, sandbox in sandboxes if is_left_over(marks.get(OWNER, ""))
+    ]
     for sandbox in left_over:
         call_service(service, service.remove, sandbox)
     return len(left_over)

@@ -8,13 +8,28 @@ from functools import cache
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError
 from workers.sandbox.bubblewrap import TRIAL_LABEL, TRIAL_LIMITS, BubblewrapSandbox
-from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
+from workers.sandbox.containers import (
+    PROGRAMS,
+    ContainerSandbox,
+    check_container,
+    remove_left_over,
+)
 from workers.sandbox.daytona_service import DaytonaService
 from workers.sandbox.e2b_service import E2bService
-from workers.sandbox.hosted import HostedSandbox, Service, check_service, remove_left_over_hosted
+from workers.sandbox.hosted import (
+    HostedSandbox,
+    Service,
+    check_service,
+    remove_left_over_hosted,
+)
 from workers.sandbox.modal_service import ModalService
 from workers.sandbox.owners import own_label
-from workers.sandbox.pods import KUBERNETES, PodSandbox, check_cluster, remove_left_over_pods
+from workers.sandbox.pods import (
+    KUBERNETES,
+    PodSandbox,
+    check_cluster,
+    remove_left_over_pods,
+)
 from workers.sandbox.protocol import Sandbox, SandboxError, SandboxLimits
 
 BUBBLEWRAP = "bubblewrap"
@@ -28,8 +43,13 @@ KEY = "rollout.sandbox.kind"
 VARIABLE = "BALLAST_SANDBOX"
 """Environment variable with the run's settings, for environments."""
 NOT_HELD = {
-    KUBERNETES: {"processes": "a pod has the limit of its node (podPidsLimit of the kubelet)"},
-    "modal": {"processes": "Modal has no such limit", "disk_gib": "Modal has no such limit"},
+    KUBERNETES: {
+        "processes": "a pod has the limit of its node (podPidsLimit of the kubelet)"
+    },
+    "modal": {
+        "processes": "Modal has no such limit",
+        "disk_gib": "Modal has no such limit",
+    },
     "daytona": {"processes": "Daytona has no such limit"},
     "e2b": {
         "cpus": "a sandbox has its template's",
@@ -62,7 +82,9 @@ def _check_whole_numbers(settings: SandboxConfig) -> None:
     for name in ("cpus", "memory_gib", "disk_gib"):
         value = getattr(settings, name)
         if value != int(value):
-            raise ConfigError(f"rollout.sandbox.{name}={value:g}: Daytona takes whole numbers. Round it up.")
+            raise ConfigError(
+                f"rollout.sandbox.{name}={value:g}: Daytona takes whole numbers. Round it up."
+            )
 
 
 def check_agent_command(kind: str) -> None:
@@ -78,7 +100,9 @@ def check_agent_command(kind: str) -> None:
 def _check_kind(text: str, limits: SandboxLimits) -> None:
     kind, _, image = text.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"{KEY}={text}: there is no such kind. Use one of: {', '.join(KINDS)}.")
+        raise ConfigError(
+            f"{KEY}={text}: there is no such kind. Use one of: {', '.join(KINDS)}."
+        )
     if kind in PROGRAMS:
         check_container(KEY, kind, image)
     elif kind == KUBERNETES:
@@ -92,7 +116,9 @@ def _check_kind(text: str, limits: SandboxLimits) -> None:
 def _check_bubblewrap(text: str, folders: list[str]) -> None:
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     if missing:
-        raise ConfigError(f"{KEY}={text}: {missing[0]} is not a folder. Name folders that commands may read.")
+        raise ConfigError(
+            f"{KEY}={text}: {missing[0]} is not a folder. Name folders that commands may read."
+        )
     try:
         with BubblewrapSandbox(TRIAL_LIMITS, TRIAL_LABEL, folders=folders):
             pass
@@ -134,7 +160,9 @@ def open_sandbox(
     if kind in PROGRAMS:
         return ContainerSandbox(limits, label, program=kind, image=image, gateway=gateway)
     if gateway is not None:
-        raise SandboxError(f"{KEY}={settings.kind}: it does not reach the gateway of agents")
+        raise SandboxError(
+            f"{KEY}={settings.kind}: it does not reach the gateway of agents"
+        )
     if kind == KUBERNETES:
         return PodSandbox(limits, label, image=image)
     if kind in SERVICES:
@@ -149,7 +177,9 @@ def remove_left_over_sandboxes(settings: SandboxConfig) -> int:
         return remove_left_over(kind)
     if kind in SERVICES:
         return remove_left_over_hosted(SERVICES[kind])
-    return remove_left_over_pods() if kind == KUBERNETES else 0  # bubblewrap's end with their owner
+    return (
+        remove_left_over_pods() if kind == KUBERNETES else 0
+    )  # bubblewrap's end with their owner
 
 
 def export_settings(settings: SandboxConfig) -> None:

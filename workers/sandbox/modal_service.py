@@ -39,7 +39,12 @@ class ModalService(Service):
         )
 
     def execute(
-        self, sandbox: Any, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+        self,
+        sandbox: Any,
+        arguments: Sequence[str],
+        stdin: bytes,
+        seconds: float,
+        longest: int,
     ) -> CommandResult:
         process = sandbox.exec(*arguments, timeout=math.ceil(seconds), text=False)
         sender = Thread(target=_send, args=(process.stdin, stdin), daemon=True)
@@ -69,7 +74,9 @@ class ModalService(Service):
 
 
 def _send(stream: Any, content: bytes) -> None:
-    with suppress(Exception):  # the command does not read to the end: its exit code says why
+    with suppress(
+        Exception
+    ):  # the command does not read to the end: its exit code says why
         for start in range(0, len(content), CHUNK):
             stream.write(content[start : start + CHUNK])
             stream.drain()

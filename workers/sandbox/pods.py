@@ -16,7 +16,12 @@ from typing import Any
 
 from workers.errors import ConfigError, describe_error
 from workers.sandbox.owners import OWNER, is_left_over, labels
-from workers.sandbox.protocol import CommandResult, SandboxError, SandboxLabel, SandboxLimits
+from workers.sandbox.protocol import (
+    CommandResult,
+    SandboxError,
+    SandboxLabel,
+    SandboxLimits,
+)
 from workers.sandbox.shell_sandbox import ShellSandbox
 
 KUBERNETES = "kubernetes"
@@ -30,9 +35,16 @@ REQUEST_SECONDS = 30.0
 CHUNK = 2**15
 ERROR_CHANNEL = 3
 # A channel of standard input cannot be closed in every version of the protocol, so its length is given.
-WITH_INPUT = 'n=$1; shift; if [ "$n" = 0 ]; then exec "$@" < /dev/null; fi; head -c "$n" | "$@"'
+WITH_INPUT = (
+    'n=$1; shift; if [ "$n" = 0 ]; then exec "$@" < /dev/null; fi; head -c "$n" | "$@"'
+)
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
-NEEDED = (("create", "pods", ""), ("delete", "pods", ""), ("list", "pods", ""), ("create", "pods", "exec"))
+NEEDED = (
+    ("create", "pods", ""),
+    ("delete", "pods", ""),
+    ("list", "pods", ""),
+    ("create", "pods", "exec"),
+)
 
 
 class PodSandbox(ShellSandbox):
@@ -60,13 +72,21 @@ class PodSandbox(ShellSandbox):
         if status.phase != "Running":
             raise SandboxError(f"pod {self._name} ended at its start: {_reason(status)}")
 
-    def execute(self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int) -> CommandResult:
+    def execute(
+        self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+    ) -> CommandResult:
         if self._state:
             raise SandboxError(f"the sandbox is not running: {self._state}")
         from kubernetes.stream import stream
 
         command = ["sh", "-c", WITH_INPUT, "sh", str(len(stdin)), *arguments]
-        options = {"stdin": bool(stdin), "stdout": True, "stderr": True, "tty": False, "binary": True}
+        options = {
+            "stdin": bool(stdin),
+            "stdout": True,
+            "stderr": True,
+            "tty": False,
+            "binary": True,
+        }
         # The client's stream replaces a method of its API object meanwhile, so each call has its own.
         execute = _make_api("CoreV1Api").connect_get_namespaced_pod_exec
         client = _call(
@@ -87,7 +107,9 @@ class PodSandbox(ShellSandbox):
         try:
             while client.is_open():
                 client.update(timeout=1)
-                status += client.read_channel(ERROR_CHANNEL) or b""  # before read_all, which drops it
+                status += (
+                    client.read_channel(ERROR_CHANNEL) or b""
+                )  # before read_all, which drops it
                 part = client.read_all()
                 total += len(part)
                 output += part[: longest - len(output)]
@@ -163,7 +185,9 @@ def check_cluster(key: str, image: str) -> None:
         needed = [*NEEDED, ("create", "networkpolicies", "")]
         refused = [right for right in needed if not _is_allowed(namespace, *right)]
     except SandboxError as error:
-        raise ConfigError(f"{setting}: {error}. Check `kubectl get pods` on this machine.") from None
+        raise ConfigError(
+            f"{setting}: {error}. Check `kubectl get pods` on this machine."
+        ) from None
     if refused:
         rights = ", ".join(" ".join(filter(None, right)) for right in refused)
         raise ConfigError(
@@ -206,17 +230,27 @@ def _ensure_policy(namespace: str) -> None:
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {"name": POLICY},
-        "spec": {"podSelector": {"matchLabels": {NETWORK: "off"}}, "policyTypes": ["Ingress", "Egress"]},
+        "spec": {
+            "podSelector": {"matchLabels": {NETWORK: "off"}},
+            "policyTypes": ["Ingress", "Egress"],
+        },
     }
     try:
-        _call(_make_api("NetworkingV1Api").create_namespaced_network_policy, namespace, policy)
+        _call(
+            _make_api("NetworkingV1Api").create_namespaced_network_policy, namespace, policy
+        )
     except SandboxError as error:
         if "409" not in str(error):
             raise
 
 
 def _is_allowed(namespace: str, verb: str, resource: str, subresource: str) -> bool:
-    attributes = {"namespace": namespace, "verb": verb, "resource": resource, "subresource": subresource}
+    attributes = {
+        "namespace": namespace,
+        "verb": verb,
+        "resource": resource,
+        "subresource": subresource,
+    }
     if resource == "networkpolicies":
         attributes["group"] = "networking.k8s.io"
     review = {
@@ -273,7 +307,9 @@ def _exit_code(status: bytes) -> int:
         answer = json.loads(status)
         if answer["status"] == "Success":
             return 0
-        causes = {cause.get("reason"): cause["message"] for cause in answer["details"]["causes"]}
+        causes = {
+            cause.get("reason"): cause["message"] for cause in answer["details"]["causes"]
+        }
         return int(causes["ExitCode"])
     except (ValueError, KeyError, TypeError):
         message = status.decode(errors="replace") or "the connection was cut"

@@ -44,13 +44,23 @@ class SandboxToolPool(ToolPool):
     """Tools, of which those of `workers.sandbox.tools` act in the sandbox of their sample."""
 
     def __init__(
-        self, tools: bytes, timeout_s: float, *, sandbox: SandboxConfig, max_calls: int, max_characters: int
+        self,
+        tools: bytes,
+        timeout_s: float,
+        *,
+        sandbox: SandboxConfig,
+        max_calls: int,
+        max_characters: int,
     ) -> None:
-        super().__init__(tools, timeout_s, max_calls=max_calls, max_characters=max_characters)
+        super().__init__(
+            tools, timeout_s, max_calls=max_calls, max_characters=max_characters
+        )
         self._sandbox = sandbox
 
     @asynccontextmanager
-    async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
+    async def episode(
+        self, tools: Sequence[dict[str, Any]] = ()
+    ) -> AsyncIterator[RemoteEnvironment]:
         sandbox = open_sandbox(self._sandbox, uuid4().hex[:16])
         names = {tool["function"]["name"] for tool in tools}
         try:
@@ -59,7 +69,9 @@ class SandboxToolPool(ToolPool):
         finally:
             await self._in_thread(sandbox.stop)
 
-    async def _call_in(self, sandbox: Sandbox, name: str, arguments: dict[str, Any]) -> tuple[bool, str]:
+    async def _call_in(
+        self, sandbox: Sandbox, name: str, arguments: dict[str, Any]
+    ) -> tuple[bool, str]:
         if name not in CALLS:
             return await self._call(name, arguments)
         try:
@@ -93,14 +105,24 @@ def _write_file(sandbox: Sandbox, path: str, content: str) -> str:
     return f"{len(encoded):,} bytes written"
 
 
-CALLS: dict[str, Callable[..., str]] = {"shell": _shell, "read_file": _read_file, "write_file": _write_file}
+CALLS: dict[str, Callable[..., str]] = {
+    "shell": _shell,
+    "read_file": _read_file,
+    "write_file": _write_file,
+}
 
 
 class SandboxAgentPool(AgentPool):
     """Processes that each run an agent's command line in a sandbox of its own."""
 
     def __init__(
-        self, line: str, timeout_s: float, *, sandbox: SandboxConfig, memory_gib: float, processes: int
+        self,
+        line: str,
+        timeout_s: float,
+        *,
+        sandbox: SandboxConfig,
+        memory_gib: float,
+        processes: int,
     ) -> None:
         agent = cloudpickle.dumps(partial(run_command, line, sandbox, timeout_s))
         super().__init__(agent, timeout_s, memory_gib=memory_gib, processes=processes)
@@ -115,28 +137,43 @@ class SandboxAgentPool(AgentPool):
 
 
 def run_command(
-    line: str, settings: SandboxConfig, timeout_s: float, record: dict[str, Any], base_url: str, api_key: str
+    line: str,
+    settings: SandboxConfig,
+    timeout_s: float,
+    record: dict[str, Any],
+    base_url: str,
+    api_key: str,
 ) -> Any:
     """Run an agent's command line in a sandbox, with the record on standard input. Returns its reward."""
     address = urlsplit(base_url)
     assert address.hostname and address.port
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     for name, value in variables.items():
-        variables[name] = value.replace(f"//{address.netloc}", f"//127.0.0.1:{address.port}")
+        variables[name] = value.replace(
+            f"//{address.netloc}", f"//127.0.0.1:{address.port}"
+        )
     variables |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     limits = replace(limits_of(settings), command_s=timeout_s, output_bytes=LONGEST_OUTPUT)
     command = ["/bin/sh", "-c", WITH_ERRORS, ERRORS, *shlex.split(line)]
     gateway = (address.hostname, address.port)
-    with open_sandbox(settings, uuid4().hex[:16], limits=limits, gateway=gateway) as sandbox:
+    with open_sandbox(
+        settings, uuid4().hex[:16], limits=limits, gateway=gateway
+    ) as sandbox:
         result = sandbox.run(command, stdin=as_json(record).encode(), variables=variables)
         print(result.text, end="", flush=True)
         if result.timed_out:
-            raise EpisodeError(f"the command took longer than rollout.agent_timeout_s={timeout_s:g}")
+            raise EpisodeError(
+                f"the command took longer than rollout.agent_timeout_s={timeout_s:g}"
+            )
         if result.exit_code:
             errors = sandbox.read(ERRORS).decode(errors="replace")
             error = hide_session_keys(error_in(errors.splitlines()))[:LONGEST_QUOTE]
-            raise EpisodeError(f"Command {line!r} ended with exit code {result.exit_code}: {error}")
+            raise EpisodeError(
+                f"Command {line!r} ended with exit code {result.exit_code}: {error}"
+            )
     if result.cut:
-        raise EpisodeError(f"its output has more than {LONGEST_OUTPUT:,} bytes, so its reward is not known")
+        raise EpisodeError(
+            f"its output has more than {LONGEST_OUTPUT:,} bytes, so its reward is not known"
+        )
     lines = [text for text in result.output.splitlines() if text.strip()]
     return reward_in(lines[-1]) if lines else None

@@ -26,7 +26,9 @@ class ShellSandbox(Sandbox):
     """A sandbox of an image that has `sh`, `timeout`, `head`, `cat`, `mkdir` and `dirname`."""
 
     @abstractmethod
-    def execute(self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int) -> CommandResult:
+    def execute(
+        self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int
+    ) -> CommandResult:
         """Run a program of the image. seconds: after which the sandbox is lost. longest: bytes of output."""
 
     def run(
@@ -42,7 +44,9 @@ class ShellSandbox(Sandbox):
         assignments = [f"{name}={value}" for name, value in (variables or {}).items()]
         program = ["env", *assignments, *argument_list(command)]
         start = time.monotonic()
-        result = self._shell(RUN, folder, f"{seconds:g}", *program, stdin=stdin, seconds=seconds)
+        result = self._shell(
+            RUN, folder, f"{seconds:g}", *program, stdin=stdin, seconds=seconds
+        )
         timed_out = result.exit_code in KILLED and time.monotonic() - start >= seconds
         return CommandResult(result.output, result.exit_code, result.cut, timed_out)
 
@@ -52,7 +56,9 @@ class ShellSandbox(Sandbox):
         if result.exit_code == NOT_A_FILE:
             raise SandboxFileError(f"{path}: no such file")
         if result.exit_code:
-            raise SandboxFileError(f"{path}: it cannot be read (exit code {result.exit_code})")
+            raise SandboxFileError(
+                f"{path}: it cannot be read (exit code {result.exit_code})"
+            )
         if len(result.output) > longest:
             raise SandboxFileError(f"{path}: more than {longest:,} bytes")
         return result.output

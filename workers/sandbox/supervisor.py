@@ -70,7 +70,9 @@ def run_detached() -> None:
 
 
 def answer(header: dict[str, Any], content: bytes = b"") -> None:
-    sys.stdout.buffer.write(json.dumps(header | {"size": len(content)}).encode() + b"\n" + content)
+    sys.stdout.buffer.write(
+        json.dumps(header | {"size": len(content)}).encode() + b"\n" + content
+    )
     sys.stdout.buffer.flush()
 
 
@@ -195,7 +197,9 @@ def read_file(request: dict[str, Any]) -> None:
             size = status.st_size
             sys.stdout.buffer.write(json.dumps({"size": size}).encode() + b"\n")
             while size:
-                part = file.read(min(size, CHUNK)) or bytes(min(size, CHUNK))  # shortened meanwhile
+                part = file.read(min(size, CHUNK)) or bytes(
+                    min(size, CHUNK)
+                )  # shortened meanwhile
                 sys.stdout.buffer.write(part)
                 size -= len(part)
             sys.stdout.buffer.flush()
@@ -205,7 +209,9 @@ def write_file(request: dict[str, Any]) -> None:
     path = request["path"]
     try:
         os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644
+        )
     except OSError:
         receive(request["size"])
         raise

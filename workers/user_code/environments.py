@@ -24,7 +24,13 @@ import cloudpickle
 from workers.batch.score import check_parts
 from workers.environment import Observation, Text, Turn, as_observation, as_opening
 from workers.errors import BallastError, ConfigError, EpisodeError, describe_error
-from workers.user_code.process import RAISED, START_SECONDS, Fork, NoAnswerError, UserProcess
+from workers.user_code.process import (
+    RAISED,
+    START_SECONDS,
+    Fork,
+    NoAnswerError,
+    UserProcess,
+)
 
 PLAYER = "workers.user_code.environments:Player"
 MOST_EPISODES = 4096  # threads, each of which waits for a process
@@ -70,7 +76,9 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(MOST_EPISODES)
 
     @asynccontextmanager
-    async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
+    async def episode(
+        self, tools: Sequence[dict[str, Any]] = ()
+    ) -> AsyncIterator[RemoteEnvironment]:
         """Reserve a process for one episode. Raises EpisodeError if none can be started. tools: for
         `ToolPool`.
         """
@@ -99,10 +107,14 @@ class EnvironmentPool:
         except NoAnswerError as error:
             raise EpisodeError(f"the import of {self.setting} {error}") from None
         except OSError as error:
-            raise EpisodeError(f"no process for {self.setting} could be started: {error}") from None
+            raise EpisodeError(
+                f"no process for {self.setting} could be started: {error}"
+            ) from None
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, function, *arguments
+        )
 
     def _take(self) -> Fork:
         with self._starting:
@@ -147,7 +159,11 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
         finally:
             process.end()
     except (NoAnswerError, EpisodeError) as error:
-        failure = f"the import {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
+        failure = (
+            f"the import {error}"
+            if isinstance(error, NoAnswerError)
+            else str(error).rstrip(".")
+        )
         raise ConfigError(
             f"rollout.environment failed on the first record and an empty response: {failure}."
         ) from None
@@ -158,7 +174,11 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
 
 
 def call(
-    process: Fork, timeout_s: float, method: str, argument: Any, setting: str = "reward.timeout_s"
+    process: Fork,
+    timeout_s: float,
+    method: str,
+    argument: Any,
+    setting: str = "reward.timeout_s",
 ) -> Any:
     try:
         process.send((method, argument))
@@ -179,7 +199,9 @@ class Player:
     def __init__(self, packed: bytes) -> None:
         self._class = cloudpickle.loads(packed)
         self._environment: Any = None
-        self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
+        self._runner = (
+            asyncio.Runner()
+        )  # its event loop comes with the first run, after the fork
         self._is_busy = False
 
     def __call__(self, request: tuple[str, Any], reply: Callable[[Any], None]) -> None:
@@ -206,7 +228,9 @@ class Player:
 
     def _solve(self) -> dict[str, Any] | None:
         solve = getattr(self._environment, "solve", None)
-        return None if solve is None else as_observation(self._runner.run(result_of(solve())))
+        return (
+            None if solve is None else as_observation(self._runner.run(result_of(solve())))
+        )
 
     def _close(self) -> None:
         environment = self._environment

@@ -44,23 +44,33 @@ class Signature:
 class UserFunction:
     packed: bytes  # by value, so that other nodes need no copy of its file
     signature: Signature
-    version: str = ""  # without a file: changes with the code, whereas pickles may differ between runs
+    version: str = (
+        ""  # without a file: changes with the code, whereas pickles may differ between runs
+    )
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
     """Return the function `module:function` or `path/file.py:function` of a setting. Raises ConfigError."""
-    description = _import_function("workers.user_code.functions:describe", key, name, timeout_s)
+    description = _import_function(
+        "workers.user_code.functions:describe", key, name, timeout_s
+    )
     signature = Signature(
-        tuple(description["names"]), tuple(description["required"]), description["takes_all"]
+        tuple(description["names"]),
+        tuple(description["required"]),
+        description["takes_all"],
     )
     return UserFunction(base64.b64decode(description["packed"]), signature)
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
     """Return the class of a setting, packed. Raises ConfigError, also if a method is missing."""
-    description = _import_function("workers.user_code.functions:describe", key, name, timeout_s)
+    description = _import_function(
+        "workers.user_code.functions:describe", key, name, timeout_s
+    )
     if not description["is_class"] or not set(methods) <= set(description["methods"]):
-        raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
+        raise ConfigError(
+            f"{key}={name!r} must be a class with the methods {' and '.join(methods)}."
+        )
     return base64.b64decode(description["packed"])
 
 
@@ -97,15 +107,25 @@ def check_optimizer(key: str, name: str, *trial: Any, timeout_s: float) -> None:
 class IsolatedFunction:
     """Call a user's function in its own process, started at the first call and kept until `close`."""
 
-    def __init__(self, key: str, function: UserFunction, timeout_s: float, **bound: Any) -> None:
+    def __init__(
+        self, key: str, function: UserFunction, timeout_s: float, **bound: Any
+    ) -> None:
         """key: begins errors. bound: arguments by name of every call, sent once."""
         self.key = key
         self.signature = function.signature
-        self._packed, self._timeout_s, self._bound = function.packed, timeout_s, self._select_arguments(bound)
+        self._packed, self._timeout_s, self._bound = (
+            function.packed,
+            timeout_s,
+            self._select_arguments(bound),
+        )
         self._process: UserProcess | None = None
 
     def _select_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in named.items() if self.signature.takes_all or k in self.signature.names}
+        return {
+            k: v
+            for k, v in named.items()
+            if self.signature.takes_all or k in self.signature.names
+        }
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return its value, through JSON: arrays and tensors become lists. Raises ConfigError.
@@ -119,7 +139,9 @@ class IsolatedFunction:
                 weakref.finalize(self, self._process.end)
                 self._process.receive(self._timeout_s, TIMEOUT_SETTING)
             self._process.send((arguments, self._select_arguments(named)))
-            return self._process.receive(self._timeout_s, TIMEOUT_SETTING, longest=LONGEST_PICKLE)
+            return self._process.receive(
+                self._timeout_s, TIMEOUT_SETTING, longest=LONGEST_PICKLE
+            )
         except NoAnswerError as error:
             self.close()
             raise ConfigError(f"{self.key} {error}.") from None
@@ -136,12 +158,20 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = tuple(p.name for p in named if p.default is p.empty)
-    return Signature(tuple(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    return Signature(
+        tuple(p.name for p in named),
+        required,
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
 
 
-def _import_function(function: str, key: str, name: str, timeout_s: float, *trial: Any) -> Any:
+def _import_function(
+    function: str, key: str, name: str, timeout_s: float, *trial: Any
+) -> Any:
     try:
-        return ask(function, key, name, *trial, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+        return ask(
+            function, key, name, *trial, timeout_s=timeout_s, setting=TIMEOUT_SETTING
+        )
     except NoAnswerError as error:
         raise ConfigError(f"{key}={name!r}: its import {error}. {AS_A_PROGRAM}.") from None
 
@@ -176,13 +206,19 @@ def describe(key: str, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{key}={name!r} has no signature that can be read. Name a Python function."
         ) from None
-    return signature | {"is_class": isinstance(target, type), "methods": methods, "packed": packed}
+    return signature | {
+        "is_class": isinstance(target, type),
+        "methods": methods,
+        "packed": packed,
+    }
 
 
 def pack_text(key: str, name: str, module: ModuleType, target: Any) -> str:
     """Pickle what was found in `module`, in base 64. Raises ConfigError."""
     try:
-        packed = pickle_function(target, module, sys.modules.get(getattr(target, "__module__", "")))
+        packed = pickle_function(
+            target, module, sys.modules.get(getattr(target, "__module__", ""))
+        )
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
@@ -198,7 +234,9 @@ class Runner:
         self._function = cloudpickle.loads(packed)
         self._bound = bound
 
-    def __call__(self, request: tuple[tuple[Any, ...], dict[str, Any]], reply: Callable[[Any], None]) -> None:
+    def __call__(
+        self, request: tuple[tuple[Any, ...], dict[str, Any]], reply: Callable[[Any], None]
+    ) -> None:
         arguments, named = request
         reply(_plain(self._function(*arguments, **self._bound, **named), self._key))
 
@@ -207,7 +245,9 @@ def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
     """Return the module and the function `name`. Raises ConfigError if it is missing or raises."""
     place, separator, function_name = name.rpartition(":")
     if not separator:
-        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
+        raise ConfigError(
+            f"{key}={name!r} must be module:function or path/file.py:function."
+        )
     module = load_module(key, place)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -224,7 +264,9 @@ def load_module(key: str, place: str) -> ModuleType:
         return _import_file(Path(place)) if is_file else _import_module(place)
     except (Exception, KeyboardInterrupt) as error:
         source = place if is_file else f"module {place!r}"
-        raise ConfigError(f"{key}: {source} cannot be imported: {describe_error(error)}.") from error
+        raise ConfigError(
+            f"{key}: {source} cannot be imported: {describe_error(error)}."
+        ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -247,7 +289,9 @@ def _not_picklable(module: ModuleType) -> list[str]:
     return [
         f"{name} ({type(value).__name__})"
         for name, value in vars(module).items()
-        if not name.startswith("__") and not isinstance(value, code) and not inspect.isroutine(value)
+        if not name.startswith("__")
+        and not isinstance(value, code)
+        and not inspect.isroutine(value)
         if not _can_be_pickled(value)
     ]
 

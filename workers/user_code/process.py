@@ -34,7 +34,9 @@ from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, describe_er
 from workers.user_code.session_keys import hide_session_keys
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-EXIT_SECONDS = 1.0  # for a process that has closed its connection to exit, and so to have an exit code
+EXIT_SECONDS = (
+    1.0  # for a process that has closed its connection to exit, and so to have an exit code
+)
 START_SECONDS = 60.0  # for a process to start and read its request
 HEADER = 8  # bytes: the size of a request
 LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
@@ -76,7 +78,12 @@ class Connection:
             raise self._no_answer() from None
 
     def receive(
-        self, timeout_s: float, setting: str = "", *, late_s: float = 0.0, longest: int = LONGEST_ANSWER
+        self,
+        timeout_s: float,
+        setting: str = "",
+        *,
+        late_s: float = 0.0,
+        longest: int = LONGEST_ANSWER,
     ) -> Any:
         """Return the next answer. setting: names the time limit, to which `late_s` is added.
 
@@ -110,7 +117,9 @@ class Connection:
     def _no_answer(self, killed: str = "") -> NoAnswerError:
         end = self.end(0.0 if killed else EXIT_SECONDS)
         reason = f"killed: {killed}" if killed else end
-        return NoAnswerError(f"ended its process ({reason})" if reason else "ended its process")
+        return NoAnswerError(
+            f"ended its process ({reason})" if reason else "ended its process"
+        )
 
     @property
     def alive(self) -> bool:
@@ -143,8 +152,12 @@ class UserProcess(Connection):
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
             }
-            environment["PYTHONUNBUFFERED"] = "1"  # shows output at once, even if the process is killed
-            environment.setdefault("PYTHONHASHSEED", "0")  # sets have the same order in every process
+            environment["PYTHONUNBUFFERED"] = (
+                "1"  # shows output at once, even if the process is killed
+            )
+            environment.setdefault(
+                "PYTHONHASHSEED", "0"
+            )  # sets have the same order in every process
             command = "from workers.user_code.process import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command, target, str(self._theirs.fileno())],
@@ -155,8 +168,13 @@ class UserProcess(Connection):
                 env=environment,
                 start_new_session=True,
             )
-        outputs = ((self._process.stdout, sys.stdout), (self._process.stderr, self._kept or sys.stderr))
-        self._shown = [Thread(target=_show, args=streams, daemon=True) for streams in outputs]
+        outputs = (
+            (self._process.stdout, sys.stdout),
+            (self._process.stderr, self._kept or sys.stderr),
+        )
+        self._shown = [
+            Thread(target=_show, args=streams, daemon=True) for streams in outputs
+        ]
         for thread in self._shown:
             thread.start()
         self.send(arguments)
@@ -178,7 +196,9 @@ class UserProcess(Connection):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         for thread in self._shown:
-            thread.join(EXIT_SECONDS)  # longer only if a process that has left the group holds the stream
+            thread.join(
+                EXIT_SECONDS
+            )  # longer only if a process that has left the group holds the stream
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         last = self.errors.strip().splitlines()[-1:]
         return f"{how}: {last[0][:LONGEST_QUOTE]}" if last else how
@@ -238,7 +258,9 @@ def _kill_below(pid: int, *, stop: bool = True) -> None:
             root.suspend()  # it starts no others meanwhile
         for _ in range(KILL_ROUNDS):
             living = [
-                child for child in root.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+                child
+                for child in root.children(recursive=True)
+                if child.status() != psutil.STATUS_ZOMBIE
             ]
             for child in living:
                 child.kill()
@@ -262,7 +284,11 @@ def _show(stream: BufferedReader, output: TextIO) -> None:
     room, until = 0, 0.0
     with stream:
         # Dropped output need not be split into lines, which would hold the process up.
-        while line := stream.readline(LONGEST_LINE) if room >= 0 else stream.read1(LONGEST_LINE):
+        while (
+            line := stream.readline(LONGEST_LINE)
+            if room >= 0
+            else stream.read1(LONGEST_LINE)
+        ):
             if time.monotonic() > until:
                 room = SHOWN_BYTES
                 until = time.monotonic() + SHOWN_SECONDS
@@ -271,7 +297,8 @@ def _show(stream: BufferedReader, output: TextIO) -> None:
             text = hide_session_keys(line.decode(errors="replace"))
             if room < 0:
                 text = (
-                    f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
+                    f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: "
+                    "what follows is not shown]\n"
                 )
             if room_before >= 0:
                 # A stream may be full or closed: the process must not wait for it.
@@ -285,7 +312,9 @@ def _show(stream: BufferedReader, output: TextIO) -> None:
 
 class Channel:
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR))
+        self._socket = socket.socket(
+            fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
+        )
         os.close(descriptor)
         os.register_at_fork(after_in_child=self._socket.close)
 
@@ -306,7 +335,9 @@ class Channel:
         return pickle.loads(packed) if packed else None, descriptors
 
     def reply(self, value: Any, kind: str = "value") -> None:
-        self._socket.sendall(json.dumps({kind: value}, ensure_ascii=False).encode(errors="replace") + b"\n")
+        self._socket.sendall(
+            json.dumps({kind: value}, ensure_ascii=False).encode(errors="replace") + b"\n"
+        )
 
 
 def main() -> None:
@@ -319,7 +350,9 @@ def main() -> None:
     try:
         arguments, _ = channel.receive()
         try:
-            outcome = resolve(target)(*arguments)  # SystemExit passes: the other side sees its code
+            outcome = resolve(target)(
+                *arguments
+            )  # SystemExit passes: the other side sees its code
         except BallastError as error:
             channel.reply(str(error), "failure")
         else:
@@ -372,7 +405,9 @@ def _fork_below_keeper(descriptor: int) -> Channel:
         os.waitpid(copy, 0)
     except SystemExit:
         if not _terminate(os.pidfd_open(copy), CLOSE_SECONDS):
-            sys.stderr.write(f"users' code was killed {CLOSE_SECONDS:g} s after SIGTERM, which it ignored\n")
+            sys.stderr.write(
+                f"users' code was killed {CLOSE_SECONDS:g} s after SIGTERM, which it ignored\n"
+            )
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(ChildProcessError):  # nothing is left

@@ -52,7 +52,12 @@ class RewardProcess:
     """Run reward functions on samples. A sample that ends the process restarts it."""
 
     def __init__(
-        self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, quiet: bool = False
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        timeout_s: float,
+        concurrency: int,
+        quiet: bool = False,
     ) -> None:
         """timeout_s: of one call. concurrency: of coroutine functions. quiet: hide the functions' stderr."""
         self._functions = list(functions)
@@ -79,7 +84,9 @@ class RewardProcess:
             for _ in calls:
                 # The process itself ends a coroutine that takes too long. Only a hanging call is late by a
                 # second.
-                number, score = process.receive(self._timeout_s, "reward.timeout_s", late_s=1.0)
+                number, score = process.receive(
+                    self._timeout_s, "reward.timeout_s", late_s=1.0
+                )
                 scores[number] = Score(response=responses[number], **score)
         except (NoAnswerError, BallastError) as error:
             self.stop()
@@ -89,7 +96,9 @@ class RewardProcess:
     def _ensure_started(self) -> UserProcess:
         if self._process is None:
             settings = (self._functions, self._timeout_s, self._concurrency)
-            self._process = UserProcess("workers.user_code.rewards:Scorer", *settings, quiet=self._quiet)
+            self._process = UserProcess(
+                "workers.user_code.rewards:Scorer", *settings, quiet=self._quiet
+            )
             self._process.receive(START_SECONDS)
         return self._process
 
@@ -100,7 +109,9 @@ class RewardProcess:
             process.end()
 
 
-def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], timeout_s: float) -> Score:
+def try_rewards(
+    functions: Sequence[RewardFunction], record: Mapping[str, Any], timeout_s: float
+) -> Score:
     """Score an empty response to a record. Raises ConfigError, because a function must score any text.
 
     Raises DataError for a reserved name of a part.
@@ -112,7 +123,9 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
         process.stop()
     if score.failure:
         failure = score.failure.rstrip(".")
-        raise ConfigError(f"reward.function failed on the first record and an empty response: {failure}.")
+        raise ConfigError(
+            f"reward.function failed on the first record and an empty response: {failure}."
+        )
     check_parts(score.parts)
     return score
 
@@ -121,14 +134,22 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
 
 
 class Scorer:
-    def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
-        self._functions = {function: cloudpickle.loads(function.packed) for function in functions}
+    def __init__(
+        self, functions: list[RewardFunction], timeout_s: float, concurrency: int
+    ) -> None:
+        self._functions = {
+            function: cloudpickle.loads(function.packed) for function in functions
+        }
         parameters = {
             reward_function: list(signature(function).parameters)
             for reward_function, function in self._functions.items()
         }
-        self._batched = [function for function, names in parameters.items() if "responses" in names]
-        self._verl_names = {function: names for function, names in parameters.items() if is_verl_form(names)}
+        self._batched = [
+            function for function, names in parameters.items() if "responses" in names
+        ]
+        self._verl_names = {
+            function: names for function, names in parameters.items() if is_verl_form(names)
+        }
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self._room = asyncio.Semaphore(concurrency)
@@ -137,37 +158,64 @@ class Scorer:
         self._loop.run_until_complete(self._score_all(calls, reply))
 
     async def _score_all(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
-        batches = {function: await self._score_batch(function, calls) for function in self._batched}
+        batches = {
+            function: await self._score_batch(function, calls) for function in self._batched
+        }
 
         async def score(position: int, call: Call) -> None:
             async with self._room:
                 scored = vars(
                     await self._score(
-                        call, {function: values[position] for function, values in batches.items()}
+                        call,
+                        {
+                            function: values[position]
+                            for function, values in batches.items()
+                        },
                     )
                 )
-                reply((call.number, {name: value for name, value in scored.items() if name != "response"}))
+                reply(
+                    (
+                        call.number,
+                        {
+                            name: value
+                            for name, value in scored.items()
+                            if name != "response"
+                        },
+                    )
+                )
 
-        await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
+        await asyncio.gather(
+            *(score(position, call) for position, call in enumerate(calls))
+        )
 
     async def _score(self, call: Call, batched: dict[RewardFunction, Any]) -> Score:
         scores: dict[str, Score] = {}
         for function in self._functions:
             try:
-                value = batched[function] if function in batched else await self._score_one(function, call)
+                value = (
+                    batched[function]
+                    if function in batched
+                    else await self._score_one(function, call)
+                )
                 if isinstance(value, _FunctionError):
                     raise value
                 scores[function.name] = as_score(value, call.response)
             except (_FunctionError, DataError) as error:
                 return Score(0.0, call.response, failure=f"{function.name}: {error}")
         return weigh_scores(
-            scores, {function.name: function.weight for function in self._functions}, call.response
+            scores,
+            {function.name: function.weight for function in self._functions},
+            call.response,
         )
 
     async def _score_one(self, function: RewardFunction, call: Call) -> Any:
-        columns = {name: call.columns[name] for name in function.columns if name in call.columns}
+        columns = {
+            name: call.columns[name] for name in function.columns if name in call.columns
+        }
         if names := self._verl_names.get(function):
-            return await self._result(function, verl_arguments(names, call.response, columns))
+            return await self._result(
+                function, verl_arguments(names, call.response, columns)
+            )
         return await self._result(function, {"response": call.response} | columns)
 
     async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:
@@ -176,7 +224,9 @@ class Scorer:
         for name in function.columns:
             columns[name] = [call.columns.get(name) for call in calls]
         try:
-            values = await self._result(function, {"responses": [call.response for call in calls]} | columns)
+            values = await self._result(
+                function, {"responses": [call.response for call in calls]} | columns
+            )
             if not isinstance(values, Sequence) or len(values) != len(calls):
                 raise _FunctionError(f"returned {quote(values)} for {len(calls)} responses")
             return list(values)
@@ -194,7 +244,9 @@ class Scorer:
             async with asyncio.timeout(self._timeout_s):
                 return await value
         except TimeoutError:
-            raise _FunctionError(f"took more than reward.timeout_s={self._timeout_s:g} s") from None
+            raise _FunctionError(
+                f"took more than reward.timeout_s={self._timeout_s:g} s"
+            ) from None
         except RAISED as error:
             raise _FunctionError(f"raised {describe_error(error)}") from None
 

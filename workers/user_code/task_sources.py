@@ -25,7 +25,11 @@ PACKAGES = {  # imported by each, whose name is an extra's too
     OPENENV: "websockets",
 }
 HARBOR = "harbor"  # a format of folders, read without a package
-MODULES = {"verifiers": "agents.verifiers_agent", HARBOR: "harbor.task_folders", OPENENV: "openenv.tasks"}
+MODULES = {
+    "verifiers": "agents.verifiers_agent",
+    HARBOR: "harbor.task_folders",
+    OPENENV: "openenv.tasks",
+}
 HARBOR_CLASS = "workers.harbor.environment:HarborEnvironment"
 LOADING_SECONDS = 600.0  # a package may download its data
 TASK = "task"  # column with what an environment of a package takes
@@ -53,7 +57,9 @@ def task_records(text: str) -> tuple[dict[str, Any], ...]:
     """Return the records of a source. Raises DataError."""
     module = MODULES.get(package_of(text), "user_code.task_sources")
     try:
-        return tuple(ask(f"workers.{module}:records", text, timeout_s=LOADING_SECONDS, setting=""))
+        return tuple(
+            ask(f"workers.{module}:records", text, timeout_s=LOADING_SECONDS, setting="")
+        )
     except (NoAnswerError, ConfigError) as error:
         raise DataError(f"{text}: {str(error).rstrip('.')}.") from None
 
@@ -61,7 +67,12 @@ def task_records(text: str) -> tuple[dict[str, Any], ...]:
 def find_verifiers_agent(key: str, text: str, timeout_s: float) -> bytes:
     """Return the agent of an environment of verifiers, pickled. Raises ConfigError."""
     try:
-        packed = ask("workers.agents.verifiers_agent:pack_agent", text, timeout_s=timeout_s, setting="")
+        packed = ask(
+            "workers.agents.verifiers_agent:pack_agent",
+            text,
+            timeout_s=timeout_s,
+            setting="",
+        )
     except (NoAnswerError, ConfigError) as error:
         raise ConfigError(f"{key}={text}: {str(error).rstrip('.')}.") from None
     return base64.b64decode(packed)
@@ -79,7 +90,9 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
         place: dict[str, Any] = reduce(
             lambda inner, section: inner.setdefault(section, {}), sections, options
         )
-        place[last] = value if value == "null" else yaml.safe_load(value)  # it is the name of a harness
+        place[last] = (
+            value if value == "null" else yaml.safe_load(value)
+        )  # it is the name of a harness
     return name, options
 
 

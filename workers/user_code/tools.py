@@ -33,16 +33,22 @@ class ToolPool(EnvironmentPool):
     player = CALLER
     closes = False
 
-    def __init__(self, tools: bytes, timeout_s: float, *, max_calls: int, max_characters: int) -> None:
+    def __init__(
+        self, tools: bytes, timeout_s: float, *, max_calls: int, max_characters: int
+    ) -> None:
         """tools: functions by name, pickled. max_calls: of a turn. max_characters: of a result."""
         super().__init__(tools, timeout_s)
         self._max_calls = max_calls
         self._max_characters = max_characters
 
     @asynccontextmanager
-    async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
+    async def episode(
+        self, tools: Sequence[dict[str, Any]] = ()
+    ) -> AsyncIterator[RemoteEnvironment]:
         """tools: schemas of those that the prompt offers."""
-        yield ToolEnvironment(self._call, self._max_calls, {tool["function"]["name"] for tool in tools})
+        yield ToolEnvironment(
+            self._call, self._max_calls, {tool["function"]["name"] for tool in tools}
+        )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         """Return whether the call succeeded, and its result or what was wrong, cut to the limit."""
@@ -58,7 +64,10 @@ class ToolEnvironment(RemoteEnvironment):
     """The environment of an episode whose answers are results of tools. Its reward is 0."""
 
     def __init__(
-        self, call: Callable[[str, Any], Awaitable[tuple[bool, str]]], max_calls: int, offered: set[str]
+        self,
+        call: Callable[[str, Any], Awaitable[tuple[bool, str]]],
+        max_calls: int,
+        offered: set[str],
     ) -> None:
         super().__init__(call)
         self._max_calls = max_calls
@@ -79,7 +88,8 @@ class ToolEnvironment(RemoteEnvironment):
         failed = sum(not succeeded for succeeded, _ in results) + len(errors)
         amounts = (len(calls) + len(errors), failed, spent)
         self._parts = {
-            name: self._parts[name] + amount for name, amount in zip(TOOL_PARTS, amounts, strict=True)
+            name: self._parts[name] + amount
+            for name, amount in zip(TOOL_PARTS, amounts, strict=True)
         }
         messages = [
             {
@@ -102,7 +112,10 @@ class ToolEnvironment(RemoteEnvironment):
         if position >= self._max_calls:
             return False, f"at most {self._max_calls} calls of a turn are made"
         if name not in self._offered:
-            return False, f"there is no tool {name}. Use one of: {', '.join(sorted(self._offered))}"
+            return (
+                False,
+                f"there is no tool {name}. Use one of: {', '.join(sorted(self._offered))}",
+            )
         if not isinstance(arguments, dict):
             return False, "the arguments are not a JSON object"
         return await self._call(name, arguments)
@@ -131,9 +144,13 @@ class Caller:
 
     def __init__(self, packed: bytes) -> None:
         self._tools: dict[str, Callable[..., Any]] = cloudpickle.loads(packed)
-        self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
+        self._runner = (
+            asyncio.Runner()
+        )  # its event loop comes with the first run, after the fork
 
-    def __call__(self, request: tuple[str, tuple[dict[str, Any], int]], reply: Callable[[Any], None]) -> None:
+    def __call__(
+        self, request: tuple[str, tuple[dict[str, Any], int]], reply: Callable[[Any], None]
+    ) -> None:
         name, (arguments, longest) = request
         try:
             value = self._runner.run(result_of(self._tools[name](**arguments)))

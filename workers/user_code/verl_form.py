@@ -26,7 +26,9 @@ def sources_of(names: Collection[str], record: Mapping[str, Any]) -> dict[str, s
     return sources
 
 
-def verl_arguments(names: Collection[str], response: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+def verl_arguments(
+    names: Collection[str], response: str, columns: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments by name. extra_info: a copy, {} without the column, as functions may write into
     it.
     """

@@ -12,7 +12,15 @@ selection: groups are whole, and nothing vanishes.
 from collections.abc import Callable
 
 from ballast.audit.bundle import Bundle, MissingError
-from ballast.audit.checks import advantages, layout, log_probs, loss, metrics, ratios, selection
+from ballast.audit.checks import (
+    advantages,
+    layout,
+    log_probs,
+    loss,
+    metrics,
+    ratios,
+    selection,
+)
 from ballast.audit.finding import Finding, unknown
 
 CHECKS: dict[str, Callable[[Bundle], Finding]] = {

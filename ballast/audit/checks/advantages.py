@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ballast.audit.bundle import Bundle, MissingError
-from ballast.audit.estimators import EPSILONS, ESTIMATORS, SCALE_FREE, Samples, group_deviation
+from ballast.audit.estimators import (
+    EPSILONS,
+    ESTIMATORS,
+    SCALE_FREE,
+    Samples,
+    group_deviation,
+)
 from ballast.audit.finding import Finding, Problem, failed, passed, unknown
 from ballast.audit.token_sums import loss_tokens, row_sums, sum_rows, trained_rows
 
@@ -53,7 +59,9 @@ def check_spread(bundle: Bundle) -> Finding:
     if bad.any():
         rows = np.flatnonzero(bad)
         text = f"advantages are NaN or infinite in {len(rows)} rows"
-        return failed(name, checked, count, Problem("not_finite", text, "Look at the rewards.", rows))
+        return failed(
+            name, checked, count, Problem("not_finite", text, "Look at the rewards.", rows)
+        )
     spread = np.where(highest >= lowest, highest - lowest, 0.0)
     scale = np.maximum(np.abs(highest), np.abs(lowest))
     with np.errstate(invalid="ignore"):
@@ -63,9 +71,16 @@ def check_spread(bundle: Bundle) -> Finding:
     if not len(varying):
         return passed(name, checked, count, residual=residual)
     if estimator not in ESTIMATORS or bundle.facts.algorithm.kl_in_reward:
-        return unknown(name, f"advantages are finite, and of tokens ({estimator})", "rewards of tokens")
+        return unknown(
+            name, f"advantages are finite, and of tokens ({estimator})", "rewards of tokens"
+        )
     text = f"advantages differ within {len(varying)} rows, but {estimator} gives a row one number"
-    problem = Problem("varies_within_row", text, "Values of other rows, or a mask, were mixed in.", varying)
+    problem = Problem(
+        "varies_within_row",
+        text,
+        "Values of other rows, or a mask, were mixed in.",
+        varying,
+    )
     return failed(name, checked, count, problem, residual=residual)
 
 
@@ -96,10 +111,17 @@ def check_estimator(bundle: Bundle) -> Finding:
     if not np.all(np.isfinite(recorded.samples.rewards)):
         rows = recorded.rows[~np.isfinite(recorded.samples.rewards)]
         problem = Problem(
-            "not_finite", f"rewards are NaN or infinite in {len(rows)} rows", "Mend them.", rows
+            "not_finite",
+            f"rewards are NaN or infinite in {len(rows)} rows",
+            "Mend them.",
+            rows,
         )
         return failed(NAME, checked, count, problem, unit="samples")
-    epsilons = EPSILONS if bundle.facts.algorithm.epsilon is None else (bundle.facts.algorithm.epsilon,)
+    epsilons = (
+        EPSILONS
+        if bundle.facts.algorithm.epsilon is None
+        else (bundle.facts.algorithm.epsilon,)
+    )
     excess, wrong = _best_fit(recorded, estimator, epsilons)
     details = {"unit": "samples", "bound": RELATIVE_BOUND, "residual": excess}
     if not len(wrong):
@@ -110,7 +132,9 @@ def check_estimator(bundle: Bundle) -> Finding:
         recorded = recorded.select(trained)
         excess, wrong = _best_fit(recorded, estimator, epsilons)
         if not len(wrong):
-            return passed(NAME, f"{checked}, of trained rows alone", int(trained.sum()), **details)
+            return passed(
+                NAME, f"{checked}, of trained rows alone", int(trained.sum()), **details
+            )
     problem = _explain(recorded, estimator, epsilons, wrong)
     size = bundle.facts.algorithm.group_size
     members = np.bincount(recorded.samples.group)[recorded.samples.group[wrong]]
@@ -131,14 +155,21 @@ def _read_samples(bundle: Bundle) -> Recorded:
         numbers = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     _, first, sample = np.unique(numbers, return_index=True, return_inverse=True)
     order = np.argsort(first)
-    totals = sum_rows(bundle, lambda part: part.token_column("advantages") * part.token_column("loss_mask"))
+    totals = sum_rows(
+        bundle,
+        lambda part: part.token_column("advantages") * part.token_column("loss_mask"),
+    )
     tokens = np.bincount(sample, counts)
     advantages = np.bincount(sample, totals) / np.maximum(tokens, 1)
     has_tokens = tokens > 0
-    greedy = bundle.row_column("greedy_rewards")[first] if bundle.has("greedy_rewards") else None
+    greedy = (
+        bundle.row_column("greedy_rewards")[first] if bundle.has("greedy_rewards") else None
+    )
     if bundle.facts.algorithm.kl_in_reward:
         rewards = rewards - bundle.facts.algorithm.kl_in_reward * _sequence_kl(bundle)
-    samples = Samples(rewards[first], np.unique(group[first], return_inverse=True)[1], tokens, greedy)
+    samples = Samples(
+        rewards[first], np.unique(group[first], return_inverse=True)[1], tokens, greedy
+    )
     # Rows in the order of the batch. Those without tokens have no advantage to compare.
     return Recorded(samples, np.where(has_tokens, advantages, np.nan), first).select(order)
 
@@ -148,7 +179,9 @@ def _sequence_kl(bundle: Bundle) -> np.ndarray:
         bundle.token_column(column)
 
     def token_kl(part: Bundle) -> np.ndarray:
-        difference = part.token_column("old_logprobs") - part.token_column("reference_logprobs")
+        difference = part.token_column("old_logprobs") - part.token_column(
+            "reference_logprobs"
+        )
         return difference * part.token_column("loss_mask")
 
     return sum_rows(bundle, token_kl)
@@ -164,14 +197,20 @@ def _best_fit(
     return min(fits, key=lambda fit: len(fit[1]))
 
 
-def _fit(recorded: Recorded, estimator: str, epsilon: float, sign: int) -> tuple[float, np.ndarray]:
+def _fit(
+    recorded: Recorded, estimator: str, epsilon: float, sign: int
+) -> tuple[float, np.ndarray]:
     samples = replace(recorded.samples, epsilon=epsilon)
     expected = sign * ESTIMATORS[estimator](samples)
     difference = np.abs(recorded.advantages - expected)
     largest = np.abs(samples.rewards).max(initial=0.0)
     rounding = ROUNDING * largest
     if estimator not in SCALE_FREE:
-        deviation = group_deviation(samples, 1) if estimator.startswith("grpo") else np.std(samples.rewards)
+        deviation = (
+            group_deviation(samples, 1)
+            if estimator.startswith("grpo")
+            else np.std(samples.rewards)
+        )
         rounding = rounding / np.maximum(deviation + epsilon, 1e-8)
     limit = RELATIVE_BOUND * np.maximum(np.abs(expected), 0.1) + rounding
     compared = np.isfinite(recorded.advantages)
@@ -191,17 +230,23 @@ class Candidate:
     sign: int = 1
 
 
-def _explain(recorded: Recorded, estimator: str, epsilons: tuple[float, ...], wrong: np.ndarray) -> Problem:
+def _explain(
+    recorded: Recorded, estimator: str, epsilons: tuple[float, ...], wrong: np.ndarray
+) -> Problem:
     for candidate in _candidates(recorded, estimator):
         try:
             tried = epsilons if candidate.estimator == estimator else EPSILONS
             if candidate.cause == "epsilon":
                 tried = (candidate.recorded.samples.epsilon,)
-            _, still_wrong = _best_fit(candidate.recorded, candidate.estimator, tried, candidate.sign)
+            _, still_wrong = _best_fit(
+                candidate.recorded, candidate.estimator, tried, candidate.sign
+            )
         except MissingError:
             continue
         if not len(still_wrong):
-            return Problem(candidate.cause, candidate.text, candidate.advice, recorded.rows[wrong])
+            return Problem(
+                candidate.cause, candidate.text, candidate.advice, recorded.rows[wrong]
+            )
     if problem := _explain_scale(recorded, estimator, epsilons, wrong):
         return problem
     if len(wrong) <= SMALL_SHARE * len(recorded.rows):
@@ -210,18 +255,32 @@ def _explain(recorded: Recorded, estimator: str, epsilons: tuple[float, ...], wr
         advice = "Their rewards changed after the advantages were computed, or their rows were replaced."
         return Problem("stale_rewards", text, advice, recorded.rows[wrong])
     text = f"no estimator, sign, order or grouping that was tried gives them ({len(wrong)} samples differ)"
-    return Problem("unexplained", text, "Compare the rewards that the estimator read.", recorded.rows[wrong])
+    return Problem(
+        "unexplained",
+        text,
+        "Compare the rewards that the estimator read.",
+        recorded.rows[wrong],
+    )
 
 
 def _candidates(recorded: Recorded, estimator: str) -> Iterator[Candidate]:
     samples = recorded.samples
     advice = "Correct the estimator's name, or the trainer."
     yield Candidate(
-        "sign_flipped", f"they are {estimator} with the sign flipped", "Negate.", recorded, estimator, -1
+        "sign_flipped",
+        f"they are {estimator} with the sign flipped",
+        "Negate.",
+        recorded,
+        estimator,
+        -1,
     )
     if np.ptp(recorded.advantages[np.isfinite(recorded.advantages)]) == 0:
         yield Candidate(
-            "all_zero", "every advantage is 0", "They were filled, not computed.", recorded, "none"
+            "all_zero",
+            "every advantage is 0",
+            "They were filled, not computed.",
+            recorded,
+            "none",
         )
     for name in ESTIMATORS:
         if name not in (estimator, "none", "reinforce"):
@@ -229,17 +288,27 @@ def _candidates(recorded: Recorded, estimator: str) -> Iterator[Candidate]:
             yield Candidate(f"estimator:{name}", text, advice, recorded, name)
     stale = "Rewards and rows are in different orders."
     for lag in _lags(samples):
-        rolled = replace(recorded, samples=samples.with_rewards(np.roll(samples.rewards, lag)))
+        rolled = replace(
+            recorded, samples=samples.with_rewards(np.roll(samples.rewards, lag))
+        )
         side = "before" if lag > 0 else "after"
         text = f"they follow from the reward of the row {abs(lag)} {side} their own"
         yield Candidate("stale_rewards", text, stale, rolled, estimator)
     for text, group in _groupings(samples):
         regrouped = replace(recorded, samples=samples.with_group(group))
         yield Candidate(
-            "other_groups", f"they compare {text}", "Groups follow prompts.", regrouped, estimator
+            "other_groups",
+            f"they compare {text}",
+            "Groups follow prompts.",
+            regrouped,
+            estimator,
         )
     yield Candidate(
-        "estimator:reinforce", "they are the rewards, without a baseline", advice, recorded, "reinforce"
+        "estimator:reinforce",
+        "they are the rewards, without a baseline",
+        advice,
+        recorded,
+        "reinforce",
     )
 
 
@@ -279,7 +348,12 @@ def _explain_scale(
     factor = float(expected @ actual) / power if power else 0.0
     if power and np.all(np.abs(actual - factor * expected) <= limit):
         text = f"they are {estimator} times {factor:.4g}"
-        return Problem("scaled", text, "Rewards or advantages were scaled once more, or once less.", rows)
+        return Problem(
+            "scaled",
+            text,
+            "Rewards or advantages were scaled once more, or once less.",
+            rows,
+        )
     offset = float(np.mean(actual - expected)) if len(actual) else 0.0
     if len(actual) and np.all(np.abs(actual - offset - expected) <= limit):
         text = f"they are {estimator} plus {offset:.4g}"

@@ -15,7 +15,9 @@ def check_ids(bundle: Bundle) -> Finding:
     name = "layout.ids"
     checked = "token ids are not negative, loss masks are 0 or 1"
     bad_ids = sum_rows(bundle, lambda part: part.token_column("token_ids") < 0)
-    bad_masks = sum_rows(bundle, lambda part: ~np.isin(part.token_column("loss_mask"), (0, 1)))
+    bad_masks = sum_rows(
+        bundle, lambda part: ~np.isin(part.token_column("loss_mask"), (0, 1))
+    )
     rows = np.flatnonzero(bad_ids + bad_masks)
     if not len(rows):
         return passed(name, checked, bundle.token_count)
@@ -35,12 +37,16 @@ def check_loss_tokens(bundle: Bundle) -> Finding:
     empty = np.flatnonzero(trained & (counts == 0))
     details = {"unit": "rows", "residual": float(len(empty)), "bound": bundle.row_count / 2}
     if not counts[trained].sum():
-        problem = Problem("nothing_trained", "no row has a loss token", "Look at the loss mask.", empty)
+        problem = Problem(
+            "nothing_trained", "no row has a loss token", "Look at the loss mask.", empty
+        )
         return failed(name, checked, bundle.row_count, problem, **details)
     if len(empty) > bundle.row_count / 2:
         share = len(empty) / bundle.row_count
         text = f"{share:.0%} of the rows are trained without a single loss token"
-        problem = Problem("most_rows_masked", text, "Look at what masks whole responses.", empty)
+        problem = Problem(
+            "most_rows_masked", text, "Look at what masks whole responses.", empty
+        )
         return failed(name, checked, bundle.row_count, problem, **details)
     return passed(name, checked, bundle.row_count, **details)
 
@@ -66,7 +72,9 @@ def check_prompt_mask(bundle: Bundle) -> Finding:
         cause = "mask_shifted_left" if by_one else "mask_covers_prompt"
         place = "one token before the response" if by_one else "inside the prompt"
         text = f"the mask of {len(early)} rows begins {place}"
-        problem = Problem(cause, text, "A log-prob stands at its own token, not at the one before.", early)
+        problem = Problem(
+            cause, text, "A log-prob stands at its own token, not at the one before.", early
+        )
         return failed(name, checked, count, problem, **details)
     if len(late) >= max(2, MOST * count):
         by_one = bool(np.all(distance[late] == 1))
@@ -98,14 +106,18 @@ def check_after_end(bundle: Bundle) -> Finding:
     rows = np.flatnonzero(after)
     if len(rows):
         text = f"{int(after.sum())} tokens after an end token are trained"
-        problem = Problem("trained_after_end", text, "End the mask with the end token.", rows)
+        problem = Problem(
+            "trained_after_end", text, "End the mask with the end token.", rows
+        )
         return failed(name, checked, bundle.token_count, problem, **details)
     left_out = sum_rows(bundle, lambda part: _untrained_ends(part, ends))
     trained_ends = sum_rows(bundle, lambda part: _trained_ends(part, ends))
     rows = np.flatnonzero(left_out)
     if len(rows) >= 2 and not trained_ends.any():
         text = f"the end token of {len(rows)} rows is not trained, so that the policy never learns to end"
-        problem = Problem("end_token_not_trained", text, "Let the mask cover the end token.", rows)
+        problem = Problem(
+            "end_token_not_trained", text, "Let the mask cover the end token.", rows
+        )
         return failed(name, checked, bundle.token_count, problem, **details)
     return passed(name, checked, bundle.token_count, **details)
 
@@ -125,7 +137,12 @@ def check_truncated(bundle: Bundle) -> Finding:
     if len(rows) < 2 or np.any(unmarked & ~longest) or not has_end.any():
         return passed(name, checked, bundle.row_count, unit="rows")
     text = f"{len(rows)} rows of {int(sampled.max())} sampled tokens have no end token, but are not marked"
-    problem = Problem("truncation_not_marked", text, "Take the flag from the sampler's finish reason.", rows)
+    problem = Problem(
+        "truncation_not_marked",
+        text,
+        "Take the flag from the sampler's finish reason.",
+        rows,
+    )
     return failed(name, checked, bundle.row_count, problem, unit="rows")
 
 
@@ -162,7 +179,9 @@ def _untrained_ends(part: Bundle, ends: np.ndarray) -> np.ndarray:
 def check_versions(bundle: Bundle) -> Finding:
     """Check that weights only get newer along a row, and none is newer than the trainer's."""
     name = "layout.weight_versions"
-    checked = "weight versions never fall within a row, and are not newer than the trainer's"
+    checked = (
+        "weight versions never fall within a row, and are not newer than the trainer's"
+    )
     falls = np.zeros(bundle.row_count)
     newest = np.full(bundle.row_count, -1)
     for start, part in bundle.parts():
@@ -176,13 +195,19 @@ def check_versions(bundle: Bundle) -> Finding:
     count = int(row_sums(bundle, "loss_mask").sum())
     if len(rows):
         text = f"later tokens of {len(rows)} rows come from older weights"
-        problem = Problem("versions_fall", text, "Versions belong to other tokens or rows.", rows)
+        problem = Problem(
+            "versions_fall", text, "Versions belong to other tokens or rows.", rows
+        )
         return failed(name, checked, count, problem)
     trainer = bundle.facts.weight_version
-    rows = np.flatnonzero(newest > trainer) if trainer is not None else np.empty(0, np.int64)
+    rows = (
+        np.flatnonzero(newest > trainer) if trainer is not None else np.empty(0, np.int64)
+    )
     if len(rows):
         text = f"{len(rows)} rows were sampled by weights newer than the trainer's version {trainer}"
-        problem = Problem("versions_from_future", text, "Samples are of a later step.", rows)
+        problem = Problem(
+            "versions_from_future", text, "Samples are of a later step.", rows
+        )
         return failed(name, checked, count, problem)
     return passed(name, checked, count)
 

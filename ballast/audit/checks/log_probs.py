@@ -41,11 +41,15 @@ def check_values(bundle: Bundle, column: str) -> Finding:
     details = {"bound": LARGEST, "residual": highest if count else 0.0}
     if bad:
         text = f"{column} is NaN or infinite in {len(bad)} rows"
-        problem = Problem("not_finite", text, "Look at the forward pass that made it.", np.array(bad))
+        problem = Problem(
+            "not_finite", text, "Look at the forward pass that made it.", np.array(bad)
+        )
         return failed(name, checked, count, problem, **details)
     if count >= FEWEST_TOKENS and lowest == highest:
         cause = "all_zero" if lowest == 0 else "constant"
-        problem = Problem(cause, f"{column} is {lowest:g} at every token", "It was filled, not computed.")
+        problem = Problem(
+            cause, f"{column} is {lowest:g} at every token", "It was filled, not computed."
+        )
         return failed(name, checked, count, problem, **details)
     if positive:
         problem = _explain_positive(column, lowest, highest, np.array(positive))
@@ -58,14 +62,18 @@ def _rows_of(part: Bundle, places: np.ndarray, start: int) -> list[int]:
     return (np.unique(rows) + start).tolist()
 
 
-def _explain_positive(column: str, lowest: float, highest: float, rows: np.ndarray) -> Problem:
+def _explain_positive(
+    column: str, lowest: float, highest: float, rows: np.ndarray
+) -> Problem:
     if lowest >= 0 and highest <= 1 + LARGEST:
         text = f"{column} lies between 0 and 1: probabilities, not their logarithms"
         return Problem("probabilities", text, "Take their logarithm.", rows)
     if lowest >= -LARGEST:
         return Problem("sign_flipped", f"{column} is never negative", "Negate it.", rows)
     text = f"{column} reaches {highest:.3g} in {len(rows)} rows"
-    return Problem("positive", text, "A log-prob is at most 0: look at what else was written.", rows)
+    return Problem(
+        "positive", text, "A log-prob is at most 0: look at what else was written.", rows
+    )
 
 
 def check_filled(bundle: Bundle) -> Finding:
@@ -93,7 +101,9 @@ def check_filled(bundle: Bundle) -> Finding:
         return passed(name, checked, count, **details)
     cause = "all_zero" if zeros[worst] > 0.99 * count else "partly_zero"
     text = f"{worst} is exactly 0 at {zeros[worst]} of {count} tokens, where another column is below -0.5"
-    problem = Problem(cause, text, "Look at what fills missing log-probs with 0.", np.array(rows[worst]))
+    problem = Problem(
+        cause, text, "Look at what fills missing log-probs with 0.", np.array(rows[worst])
+    )
     return failed(name, checked, count, problem, **details)
 
 
@@ -105,7 +115,9 @@ def check_sampler(bundle: Bundle) -> Finding:
     trainer = "old_logprobs" if bundle.has("old_logprobs") else "new_logprobs"
     for column in ("sampler_logprobs", trainer):
         bundle.token_column(column)
-    versions_known = bundle.has("weight_versions") and bundle.facts.weight_version is not None
+    versions_known = (
+        bundle.has("weight_versions") and bundle.facts.weight_version is not None
+    )
     selection = _tokens_at_equal_weights if versions_known else loss_tokens
     comparison = compare(bundle, "sampler_logprobs", trainer, selection)
     if not comparison.count:
@@ -116,7 +128,9 @@ def check_sampler(bundle: Bundle) -> Finding:
         return passed(name, checked, comparison.count, **details)
     problem = explain(bundle, "sampler_logprobs", trainer, selection, bound)
     if problem is None and _is_truncated_sampling(bundle):
-        return unknown(name, checked, "log-probs of the whole distribution (top-p or top-k cut them)")
+        return unknown(
+            name, checked, "log-probs of the whole distribution (top-p or top-k cut them)"
+        )
     if problem is None and not versions_known:
         return unknown(name, checked, "weight_versions")
     if problem is None:
@@ -134,7 +148,9 @@ def _is_truncated_sampling(bundle: Bundle) -> bool:
     return (algorithm.top_p or 1.0) < 1.0 or (algorithm.top_k or 0) > 0
 
 
-def _unexplained(mean: float, rows: np.ndarray, counts: np.ndarray, bound: float) -> Problem:
+def _unexplained(
+    mean: float, rows: np.ndarray, counts: np.ndarray, bound: float
+) -> Problem:
     compared_rows = int(np.count_nonzero(counts))
     if 0 < len(rows) <= compared_rows / 2:
         text = f"{len(rows)} of {compared_rows} rows differ, the others agree"
@@ -165,7 +181,9 @@ def check_places(bundle: Bundle, column: str) -> Finding:
 
 CHECKS: dict[str, Callable[[Bundle], Finding]] = {
     **{
-        f"log_probs.{column.removesuffix('_logprobs')}": partial(check_values, column=column)
+        f"log_probs.{column.removesuffix('_logprobs')}": partial(
+            check_values, column=column
+        )
         for column in COLUMNS
     },
     "log_probs.filled": check_filled,

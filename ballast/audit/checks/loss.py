@@ -40,7 +40,9 @@ def check_value(bundle: Bundle) -> Finding:
         return unknown(name, checked, f"a formula for algorithm.loss={loss}")
     if not np.all(np.isfinite(reported)):
         problem = Problem(
-            "not_finite", "the reported loss is NaN or infinite", "Look at log-probs and rewards."
+            "not_finite",
+            "the reported loss is NaN or infinite",
+            "Look at log-probs and rewards.",
         )
         return failed(name, checked, 0, problem)
     if bundle.facts.algorithm.entropy_coefficient:
@@ -109,9 +111,14 @@ def _explain(
             except MissingError:
                 tables[variant_number] = None
         table = tables[variant_number]
-        if table is None or _difference(reported, losses_of(batch, table, denominator)) > bound:
+        if (
+            table is None
+            or _difference(reported, losses_of(batch, table, denominator)) > bound
+        ):
             continue
-        return _problem(variant if variant_number else None, denominator if denominator_number else None)
+        return _problem(
+            variant if variant_number else None, denominator if denominator_number else None
+        )
     return _explain_factors(bundle, batch, usual, reported, bound)
 
 
@@ -135,10 +142,14 @@ def _explain_factors(
     if weight is None:
         return None
     text = f"the loss is that with a KL of weight {weight:.4g}"
-    return Problem("kl_coefficient", text, "Correct algorithm.kl_coefficient, or the trainer.")
+    return Problem(
+        "kl_coefficient", text, "Correct algorithm.kl_coefficient, or the trainer."
+    )
 
 
-def _common_factor(reported: np.ndarray, expected: np.ndarray, bound: float) -> float | None:
+def _common_factor(
+    reported: np.ndarray, expected: np.ndarray, bound: float
+) -> float | None:
     """Return the factor of all mini-batches, or of one number a whole factor, which chance does not give."""
     power = float(expected @ expected)
     if len(reported) == len(expected) > 1 and power:
@@ -148,7 +159,9 @@ def _common_factor(reported: np.ndarray, expected: np.ndarray, bound: float) -> 
     for number in range(2, LARGEST_FACTOR):
         for factor in (float(number), 1 / number):
             # A loss near 0 fits any factor.
-            if abs(mean) > 10 * bound and abs(reported.mean() - factor * mean) <= bound * min(factor, 1):
+            if abs(mean) > 10 * bound and abs(
+                reported.mean() - factor * mean
+            ) <= bound * min(factor, 1):
                 return factor
     return None
 
@@ -168,7 +181,9 @@ def _variants(algorithm: Algorithm) -> Iterator[Variant]:
     if low != high:
         swapped = replace(algorithm, clip_low=high, clip_high=low)
         yield Variant(
-            "clip_bounds_swapped", f"clipped to 1 - {high:g} and 1 + {low:g}, bounds swapped", swapped
+            "clip_bounds_swapped",
+            f"clipped to 1 - {high:g} and 1 + {low:g}, bounds swapped",
+            swapped,
         )
         for bound in (low, high):
             equal = replace(algorithm, clip_low=bound, clip_high=bound)
@@ -176,10 +191,14 @@ def _variants(algorithm: Algorithm) -> Iterator[Variant]:
     for bound in COMMON_BOUNDS:
         if bound != low:
             other = replace(algorithm, clip_low=bound)
-            yield Variant("clip_bounds_other", f"with clip_low={bound:g}, not {low:g}", other)
+            yield Variant(
+                "clip_bounds_other", f"with clip_low={bound:g}, not {low:g}", other
+            )
         if bound != high:
             other = replace(algorithm, clip_high=bound)
-            yield Variant("clip_bounds_other", f"with clip_high={bound:g}, not {high:g}", other)
+            yield Variant(
+                "clip_bounds_other", f"with clip_high={bound:g}, not {high:g}", other
+            )
     unclipped = replace(algorithm, clip_low=NO_CLIP, clip_high=NO_CLIP)
     yield Variant("not_clipped", "not clipped", unclipped)
     yield replace(usual, cause="sign_flipped", text="that with the sign flipped", sign=-1)
@@ -187,25 +206,44 @@ def _variants(algorithm: Algorithm) -> Iterator[Variant]:
     yield replace(usual, cause="ratio_of_itself", text=text, old="new_logprobs")
     text = "that of ratios to the sampler's log-probs, not to old_logprobs"
     yield replace(usual, cause="old_is_sampler", text=text, old="sampler_logprobs")
-    yield replace(usual, cause="ratio_inverted", text="that of ratios of old to new", inverted=True)
+    yield replace(
+        usual, cause="ratio_inverted", text="that of ratios of old to new", inverted=True
+    )
     if algorithm.kl_coefficient:
-        yield Variant("kl_left_out", "that without its KL", replace(algorithm, kl_coefficient=0.0))
+        yield Variant(
+            "kl_left_out", "that without its KL", replace(algorithm, kl_coefficient=0.0)
+        )
         flipped = replace(algorithm, kl_coefficient=-algorithm.kl_coefficient)
         yield Variant("kl_sign_flipped", "that with the sign of the KL flipped", flipped)
         for estimator in ("k1", "k2", "k3", "absolute"):
             if estimator != algorithm.kl_estimator:
                 other = replace(algorithm, kl_estimator=estimator)
-                yield Variant(f"kl_estimator:{estimator}", f"that with the KL of {estimator}", other)
+                yield Variant(
+                    f"kl_estimator:{estimator}", f"that with the KL of {estimator}", other
+                )
     if algorithm.correction not in (None, "none"):
         uncorrected = replace(algorithm, correction="none")
-        yield Variant("correction_left_out", "that without weights for the sampler", uncorrected)
+        yield Variant(
+            "correction_left_out", "that without weights for the sampler", uncorrected
+        )
     if algorithm.dual_clip:
-        yield Variant("dual_clip_left_out", "that without the dual clip", replace(algorithm, dual_clip=0.0))
+        yield Variant(
+            "dual_clip_left_out",
+            "that without the dual clip",
+            replace(algorithm, dual_clip=0.0),
+        )
     for loss in LOSSES:
         if loss != algorithm.loss:
-            yield Variant(f"loss:{loss}", f"{loss}, not {algorithm.loss}", replace(algorithm, loss=loss))
+            yield Variant(
+                f"loss:{loss}",
+                f"{loss}, not {algorithm.loss}",
+                replace(algorithm, loss=loss),
+            )
     yield replace(
-        usual, cause="mask_not_applied", text="over all tokens, without the loss mask", masked=False
+        usual,
+        cause="mask_not_applied",
+        text="over all tokens, without the loss mask",
+        masked=False,
     )
 
 
@@ -216,17 +254,23 @@ def check_denominators(bundle: Bundle) -> Finding:
     reported = np.array(bundle.fact("token_denominators"))
     batch = read_batch(bundle)
     numbers = range(batch.number)
-    counts = np.array([batch.counts[batch.mini_batches == number].sum() for number in numbers])
+    counts = np.array(
+        [batch.counts[batch.mini_batches == number].sum() for number in numbers]
+    )
     details = {"bound": 0.0, "residual": float(np.abs(reported.sum() - counts.sum()))}
     if len(reported) != len(counts):
-        return unknown(name, f"{checked} ({len(reported)} denominators)", "one for each mini-batch")
+        return unknown(
+            name, f"{checked} ({len(reported)} denominators)", "one for each mini-batch"
+        )
     if np.array_equal(reported, counts):
         return passed(name, checked, int(counts.sum()), **details)
     problem = _explain_denominators(batch, reported, counts)
     return failed(name, checked, int(counts.sum()), problem, **details)
 
 
-def _explain_denominators(batch: Batch, reported: np.ndarray, counts: np.ndarray) -> Problem:
+def _explain_denominators(
+    batch: Batch, reported: np.ndarray, counts: np.ndarray
+) -> Problem:
     rows = [np.flatnonzero(batch.mini_batches == number) for number in range(batch.number)]
     trained = batch.mini_batches >= 0
     lengths = batch.lengths
@@ -240,13 +284,17 @@ def _explain_denominators(batch: Batch, reported: np.ndarray, counts: np.ndarray
     }
     if responses is not None:
         candidates["masked_tokens_counted"] = [responses[part].sum() for part in rows]
-        candidates["response_padding_counted"] = [len(part) * responses[part].max() for part in rows]
+        candidates["response_padding_counted"] = [
+            len(part) * responses[part].max() for part in rows
+        ]
     difference = f"reported {reported.sum():.0f}, counted {counts.sum():.0f}"
     for cause, values in candidates.items():
         if np.array_equal(reported, values):
             text = f"{difference}: {cause.replace('_', ' ')}"
             return Problem(cause, text, "Divide by the loss tokens of the mini-batch.")
-    return Problem("unexplained", difference, "Divide by the loss tokens of the mini-batch.")
+    return Problem(
+        "unexplained", difference, "Divide by the loss tokens of the mini-batch."
+    )
 
 
 def check_gradient_norm(bundle: Bundle) -> Finding:
@@ -256,21 +304,37 @@ def check_gradient_norm(bundle: Bundle) -> Finding:
     norms = np.array(bundle.fact("gradient_norm"))
     count = len(norms)
     if not np.all(np.isfinite(norms)):
-        problem = Problem("not_finite", "the gradient norm is NaN or infinite", "Look at log-probs and loss.")
+        problem = Problem(
+            "not_finite",
+            "the gradient norm is NaN or infinite",
+            "Look at log-probs and loss.",
+        )
         return failed(name, checked, count, problem, unit="norms")
     if np.any(norms < 0):
-        problem = Problem("negative", "a gradient norm is negative", "Something else was recorded.")
+        problem = Problem(
+            "negative", "a gradient norm is negative", "Something else was recorded."
+        )
         return failed(name, checked, count, problem, unit="norms")
     algorithm = bundle.facts.algorithm
-    if not np.any(norms) and not algorithm.kl_coefficient and not algorithm.entropy_coefficient:
+    if (
+        not np.any(norms)
+        and not algorithm.kl_coefficient
+        and not algorithm.entropy_coefficient
+    ):
         advantages = bundle.token_column("advantages")
-        has_advantages = np.any(advantages[np.flatnonzero(bundle.token_column("loss_mask"))])
+        has_advantages = np.any(
+            advantages[np.flatnonzero(bundle.token_column("loss_mask"))]
+        )
         if has_advantages and not _is_all_clipped(bundle):
             problem = Problem(
-                "zero_gradient", "the gradient is 0, although advantages are not", "Detached loss?"
+                "zero_gradient",
+                "the gradient is 0, although advantages are not",
+                "Detached loss?",
             )
             return failed(name, checked, count, problem, unit="norms")
-    return passed(name, checked, count, unit="norms", residual=float(norms.max(initial=0.0)))
+    return passed(
+        name, checked, count, unit="norms", residual=float(norms.max(initial=0.0))
+    )
 
 
 def _is_all_clipped(bundle: Bundle) -> bool:
@@ -286,7 +350,9 @@ def _is_all_clipped(bundle: Bundle) -> bool:
     new = bundle.token_column("new_logprobs").astype(np.float64)
     moves = (new - bundle.token_column("old_logprobs")) * mask
     if algorithm.loss == "gspo":
-        row_means = segment_sums(moves, bundle.offsets) / np.maximum(segment_sums(mask, bundle.offsets), 1)
+        row_means = segment_sums(moves, bundle.offsets) / np.maximum(
+            segment_sums(mask, bundle.offsets), 1
+        )
         moves = np.repeat(row_means, np.diff(bundle.offsets))
     ratios = np.exp(moves)
     advantages = bundle.token_column("advantages") * mask

@@ -37,8 +37,12 @@ def check_values(bundle: Bundle) -> Finding:
             largest = max(largest, float(difference.max(initial=0.0)))
             continue
         text = f"{metric} is reported as {numbers.mean():.6g}, but the columns give {expected.mean():.6g}"
-        problem = Problem(metric, text, "Look at what the trainer counts, and how it joins mini-batches.")
-        return failed(name, checked, int(counts.sum()), problem, residual=float(difference.max()))
+        problem = Problem(
+            metric, text, "Look at what the trainer counts, and how it joins mini-batches."
+        )
+        return failed(
+            name, checked, int(counts.sum()), problem, residual=float(difference.max())
+        )
     return passed(name, checked, int(counts.sum()), residual=largest)
 
 
@@ -55,13 +59,22 @@ def _expected(bundle: Bundle, metric: str) -> tuple[np.ndarray, np.ndarray]:
     algorithm = bundle.facts.algorithm
     counts = _of_mini_batches(row_sums(bundle, "loss_mask"), batch.mini_batches)
     if metric == "approximate_kl":
-        sums = sum_rows(bundle, lambda part: _at_loss_tokens(part, kl_estimate(-_log_ratios(part), "k3")))
+        sums = sum_rows(
+            bundle,
+            lambda part: _at_loss_tokens(part, kl_estimate(-_log_ratios(part), "k3")),
+        )
         close = np.zeros(bundle.row_count)
     else:
         if bundle.setting("loss") not in (*CLIPPED, "cispo"):
-            raise MissingError(f"a formula for the clip fraction of algorithm.loss={algorithm.loss}")
-        sums = sum_rows(bundle, lambda part: _at_loss_tokens(part, _clipped(part, algorithm)))
-        close = sum_rows(bundle, lambda part: _at_loss_tokens(part, _at_a_bound(part, algorithm)))
+            raise MissingError(
+                f"a formula for the clip fraction of algorithm.loss={algorithm.loss}"
+            )
+        sums = sum_rows(
+            bundle, lambda part: _at_loss_tokens(part, _clipped(part, algorithm))
+        )
+        close = sum_rows(
+            bundle, lambda part: _at_loss_tokens(part, _at_a_bound(part, algorithm))
+        )
     expected = _of_mini_batches(sums, batch.mini_batches) / counts
     return expected, _of_mini_batches(close, batch.mini_batches) / counts
 
@@ -94,7 +107,9 @@ def _ratios(part: Bundle, algorithm: Algorithm) -> np.ndarray:
     if algorithm.loss == "gspo":
         mask = part.token_column("loss_mask").astype(np.float64)
         counts = np.maximum(segment_sums(mask, part.offsets), 1)
-        log_ratios = np.repeat(segment_sums(log_ratios * mask, part.offsets) / counts, part.lengths)
+        log_ratios = np.repeat(
+            segment_sums(log_ratios * mask, part.offsets) / counts, part.lengths
+        )
     return np.exp(np.minimum(log_ratios, 40.0))
 
 

@@ -20,7 +20,9 @@ def check_first_update(bundle: Bundle) -> Finding:
     bound = LARGEST_MEAN.get(bundle.facts.precision, COARSE_MEAN)
     if _old_is_the_samplers(bundle):
         bound = max(bound, mean_bound(bundle))
-    selection = _mini_batch_tokens(bundle, first=True) if bundle.has("mini_batch") else loss_tokens
+    selection = (
+        _mini_batch_tokens(bundle, first=True) if bundle.has("mini_batch") else loss_tokens
+    )
     comparison = compare(bundle, "new_logprobs", "old_logprobs", selection)
     rows = comparison.rows_beyond(bound)
     details = {"bound": bound, "residual": comparison.mean}
@@ -30,7 +32,9 @@ def check_first_update(bundle: Bundle) -> Finding:
     if problem is None and not bundle.has("mini_batch"):
         return unknown(name, checked, "mini_batch")
     if problem is None and _old_is_the_samplers(bundle):
-        return unknown(name, checked, "old_logprobs of the trainer (they are the sampler's)")
+        return unknown(
+            name, checked, "old_logprobs of the trainer (they are the sampler's)"
+        )
     if problem is None:
         text = f"new and old log-probs differ by {comparison.mean:.3g} nats a token before any update"
         advice = "Dropout, other weights, or other positions in one of the two passes: `--model` tries them."
@@ -64,7 +68,9 @@ def check_later_updates(bundle: Bundle) -> Finding:
     mini_batches = bundle.row_column("mini_batch")
     for column in ("new_logprobs", "old_logprobs"):
         bundle.token_column(column)
-    later = (mini_batches > np.min(mini_batches, initial=np.iinfo(np.int64).max)) & trained_rows(bundle)
+    later = (
+        mini_batches > np.min(mini_batches, initial=np.iinfo(np.int64).max)
+    ) & trained_rows(bundle)
     if not later.any():
         return passed(name, f"{checked} (there is one)", 0)
     if bundle.facts.learning_rate == 0:
@@ -85,4 +91,7 @@ def check_later_updates(bundle: Bundle) -> Finding:
     return failed(name, checked, comparison.count, problem, **details)
 
 
-CHECKS = {"ratios.first_update": check_first_update, "ratios.later_updates": check_later_updates}
+CHECKS = {
+    "ratios.first_update": check_first_update,
+    "ratios.later_updates": check_later_updates,
+}

@@ -20,7 +20,9 @@ def check_groups(bundle: Bundle) -> Finding:
     """Check that every group has the size that the algorithm says, apart from reported drops."""
     name = "selection.group_sizes"
     size = bundle.setting("group_size")
-    checked = f"every group has {size} samples, apart from those that are reported as dropped"
+    checked = (
+        f"every group has {size} samples, apart from those that are reported as dropped"
+    )
     group = bundle.row_column("group")
     samples = _first_rows(bundle)
     names, counts = np.unique(group[samples], return_counts=True)
@@ -35,14 +37,26 @@ def check_groups(bundle: Bundle) -> Finding:
         rows = np.flatnonzero(np.isin(group, larger))
         text = f"{len(larger)} groups have more than {size} samples, the largest {counts.max()}"
         advice = "Two prompts share a group, or rows are doubled."
-        return failed(name, checked, len(names), Problem("groups_too_large", text, advice, rows), **details)
+        return failed(
+            name,
+            checked,
+            len(names),
+            Problem("groups_too_large", text, advice, rows),
+            **details,
+        )
     smaller = names[counts < size]
     lost = int((size - counts[counts < size]).sum())
     if lost > dropped:
         rows = np.flatnonzero(np.isin(group, smaller))
         text = f"{len(smaller)} groups lack {lost} samples, of which {dropped} are reported as dropped"
         advice = "Samples vanished between rollout and update."
-        return failed(name, checked, len(names), Problem("groups_too_small", text, advice, rows), **details)
+        return failed(
+            name,
+            checked,
+            len(names),
+            Problem("groups_too_small", text, advice, rows),
+            **details,
+        )
     return passed(name, checked, len(names), **details)
 
 
@@ -88,7 +102,9 @@ def check_prompts(bundle: Bundle) -> Finding:
         return passed(name, checked, count, unit="rows")
     groups = np.unique(group[wrong])
     text = f"{len(groups)} of {len(first_of_group)} groups mix several prompts"
-    advice = "Rewards are then compared across prompts: rows or group numbers were reordered."
+    advice = (
+        "Rewards are then compared across prompts: rows or group numbers were reordered."
+    )
     problem = Problem("mixed_prompts", text, advice, np.array(wrong))
     return failed(name, checked, count, problem, unit="rows")
 
@@ -109,7 +125,9 @@ def check_duplicates(bundle: Bundle) -> Finding:
     name = "selection.duplicates"
     checked = "no row is there twice"
     column = "sampler_logprobs" if bundle.has("sampler_logprobs") else "old_logprobs"
-    log_probs = sum_rows(bundle, lambda part: part.token_column(column) * part.token_column("loss_mask"))
+    log_probs = sum_rows(
+        bundle, lambda part: part.token_column(column) * part.token_column("loss_mask")
+    )
     if bundle.facts.algorithm.temperature == 0:
         return unknown(name, checked, "a temperature above 0: greedy samples repeat")
     tokens = bundle.token_column("token_ids")
@@ -128,7 +146,10 @@ def check_duplicates(bundle: Bundle) -> Finding:
         return passed(name, checked, bundle.row_count, unit="rows")
     text = f"{len(copies)} rows equal an earlier one, which chance gives less than once in a million steps"
     problem = Problem(
-        "duplicate_rows", text, "A row was trained twice, or stands for another.", np.array(copies)
+        "duplicate_rows",
+        text,
+        "A row was trained twice, or stands for another.",
+        np.array(copies),
     )
     return failed(name, checked, bundle.row_count, problem, unit="rows")
 
@@ -144,11 +165,18 @@ def check_dropped_lengths(bundle: Bundle) -> Finding:
     count = int(dropped.sum())
     details = {"unit": "rows", "bound": DROPPED_CHANCE}
     if count < FEWEST_DROPPED:
-        return passed(name, f"{checked} ({count} were left out of kept groups)", bundle.row_count, **details)
+        return passed(
+            name,
+            f"{checked} ({count} were left out of kept groups)",
+            bundle.row_count,
+            **details,
+        )
     z = _stratified_rank_score(lengths, dropped, group)
     chance = erfc(abs(z) / sqrt(2))
     details["residual"] = chance
-    reported = sum(number for reason, number in bundle.facts.dropped.items() if "trunc" in reason)
+    reported = sum(
+        number for reason, number in bundle.facts.dropped.items() if "trunc" in reason
+    )
     if chance >= DROPPED_CHANCE or reported >= count:
         return passed(name, checked, bundle.row_count, **details)
     direction = "longer" if z > 0 else "shorter"
@@ -157,7 +185,10 @@ def check_dropped_lengths(bundle: Bundle) -> Finding:
     text += f"the others {kept_mean:.0f}"
     cause = "long_rows_dropped" if z > 0 else "short_rows_dropped"
     problem = Problem(
-        cause, text, "Advantages of the rest are then biased by length.", np.flatnonzero(dropped)
+        cause,
+        text,
+        "Advantages of the rest are then biased by length.",
+        np.flatnonzero(dropped),
     )
     return failed(name, checked, bundle.row_count, problem, **details)
 
@@ -175,7 +206,9 @@ def _partly_dropped(group: np.ndarray, trained: np.ndarray) -> np.ndarray:
     return ~trained & np.isin(group, kept_groups)
 
 
-def _stratified_rank_score(lengths: np.ndarray, dropped: np.ndarray, group: np.ndarray) -> float:
+def _stratified_rank_score(
+    lengths: np.ndarray, dropped: np.ndarray, group: np.ndarray
+) -> float:
     """Return the normal score of the dropped rows' ranks within their groups (van Elteren 1960)."""
     score = 0.0
     variance = 0.0
@@ -214,7 +247,9 @@ def check_dropped_share(bundle: Bundle) -> Finding:
     if share <= MOST_DROPPED:
         return passed(name, checked, count, **details)
     text = f"{share:.0%} of the samples with a signal are not trained"
-    problem = Problem("most_rows_left_out", text, "Look at what filters them.", np.flatnonzero(lost))
+    problem = Problem(
+        "most_rows_left_out", text, "Look at what filters them.", np.flatnonzero(lost)
+    )
     return failed(name, checked, count, problem, **details)
 
 

@@ -32,12 +32,16 @@ def explain_from_context(
         yield from _adapters(model, row, sampling)
 
 
-def _positions(model: ScoringModel, row: Row, sampling: Sampling) -> Iterator[tuple[Explanation, np.ndarray]]:
+def _positions(
+    model: ScoringModel, row: Row, sampling: Sampling
+) -> Iterator[tuple[Explanation, np.ndarray]]:
     if len(row.before):
         advice = "Separate packed rows in the attention, and begin their positions at 0."
         joined = np.concatenate([row.before, row.token_ids])
         logits = model.logits(joined, row.places + len(row.before))
-        explanation = Explanation("attends_to_row_before", "of tokens that see the row before theirs", advice)
+        explanation = Explanation(
+            "attends_to_row_before", "of tokens that see the row before theirs", advice
+        )
         yield explanation, log_probs(logits, row.targets, sampling.temperature)
         logits = model.logits(row.token_ids, row.places, len(row.before))
         text = "at positions that go on from the row before"
@@ -55,7 +59,9 @@ def _positions(model: ScoringModel, row: Row, sampling: Sampling) -> Iterator[tu
         )
 
 
-def _predict_turns(model: ScoringModel, row: Row, sampling: Sampling, change: Change) -> np.ndarray:
+def _predict_turns(
+    model: ScoringModel, row: Row, sampling: Sampling, change: Change
+) -> np.ndarray:
     """Predict each turn whole, from a changed context."""
     predicted = np.zeros(len(row.places))
     for turn in row.turns():
@@ -94,8 +100,13 @@ def _without_thoughts(
     # Tokens of thoughts are not in such a context. They count as explained.
     predicted = row.recorded.copy()
     logits = model.logits(row.token_ids[remaining], new_places[row.places[is_comparable]])
-    predicted[is_comparable] = log_probs(logits, row.targets[is_comparable], sampling.temperature)
-    yield Explanation("thoughts_left_out", "of a context without any thoughts", advice), predicted
+    predicted[is_comparable] = log_probs(
+        logits, row.targets[is_comparable], sampling.temperature
+    )
+    yield (
+        Explanation("thoughts_left_out", "of a context without any thoughts", advice),
+        predicted,
+    )
 
 
 def find_thoughts(token_ids: np.ndarray, thoughts: tuple[int, int]) -> np.ndarray:
@@ -111,7 +122,9 @@ def find_thoughts(token_ids: np.ndarray, thoughts: tuple[int, int]) -> np.ndarra
     return mask
 
 
-def _adapters(model: ScoringModel, row: Row, sampling: Sampling) -> Iterator[tuple[Explanation, np.ndarray]]:
+def _adapters(
+    model: ScoringModel, row: Row, sampling: Sampling
+) -> Iterator[tuple[Explanation, np.ndarray]]:
     advice = "Load the adapter once, with its own scale."
     for cause, factor, text in (
         ("adapter_not_applied", 0.0, "of the model without its adapter"),
@@ -119,4 +132,7 @@ def _adapters(model: ScoringModel, row: Row, sampling: Sampling) -> Iterator[tup
     ):
         with model.adapter_scaled(factor):
             logits = model.logits(row.token_ids, row.places)
-        yield Explanation(cause, text, advice), log_probs(logits, row.targets, sampling.temperature)
+        yield (
+            Explanation(cause, text, advice),
+            log_probs(logits, row.targets, sampling.temperature),
+        )

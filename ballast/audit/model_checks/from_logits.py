@@ -55,8 +55,14 @@ def _temperatures(
     advice = "Divide logits by the temperature of sampling, once, on both sides."
     named = {
         "temperature_left_out": (1.0, "of logits that were not divided by the temperature"),
-        "temperature_twice": (temperature**2, "of logits that were divided by the temperature twice"),
-        "temperature_inverted": (1 / temperature, "of logits that were multiplied by the temperature"),
+        "temperature_twice": (
+            temperature**2,
+            "of logits that were divided by the temperature twice",
+        ),
+        "temperature_inverted": (
+            1 / temperature,
+            "of logits that were multiplied by the temperature",
+        ),
     }
     for cause, (value, text) in named.items():
         if temperature != 1:
@@ -74,7 +80,9 @@ def fit_temperature(row: Row, logits: torch.Tensor) -> float:
     def difference(temperature: float) -> float:
         return float(np.abs(log_probs(logits, targets, temperature) - recorded).mean())
 
-    best = min(range(len(TEMPERATURES)), key=lambda index: difference(float(TEMPERATURES[index])))
+    best = min(
+        range(len(TEMPERATURES)), key=lambda index: difference(float(TEMPERATURES[index]))
+    )
     low = float(TEMPERATURES[max(best - 1, 0)])
     high = float(TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)])
     for _ in range(40):
@@ -119,14 +127,24 @@ def _cuts(
         total = (scores.exp() * kept).sum(dim=-1).log().numpy()
         cutoff = scores.masked_fill(~kept, torch.inf).min(dim=-1).values.numpy()
         cut = np.where(usual >= cutoff - 1e-6, usual - total, usual)
-        yield Explanation(f"top_p:{top_p:g}", f"of a distribution cut by top_p={top_p:g}", advice), cut
+        yield (
+            Explanation(
+                f"top_p:{top_p:g}", f"of a distribution cut by top_p={top_p:g}", advice
+            ),
+            cut,
+        )
     for top_k in sorted({*TOP_K, sampling.top_k} - {0}):
         if top_k >= scores.shape[1]:
             continue
         total = cumulative[:, top_k - 1].log().numpy()
         cutoff = scores[:, top_k - 1].numpy()
         cut = np.where(usual >= cutoff - 1e-6, usual - total, usual)
-        yield Explanation(f"top_k:{top_k}", f"of a distribution cut by top_k={top_k}", advice), cut
+        yield (
+            Explanation(
+                f"top_k:{top_k}", f"of a distribution cut by top_k={top_k}", advice
+            ),
+            cut,
+        )
 
 
 def _other_ends(
@@ -141,4 +159,7 @@ def _other_ends(
             continue
         text = f"of the end token {end}, where another one ends the response"
         advice = "Let sampler and chat template end a turn with the same token."
-        yield Explanation("end_token", text, advice), np.where(is_end, scores[:, end], usual)
+        yield (
+            Explanation("end_token", text, advice),
+            np.where(is_end, scores[:, end], usual),
+        )

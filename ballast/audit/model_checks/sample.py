@@ -32,7 +32,9 @@ class Row:
         return np.split(np.arange(len(self.places)), breaks)
 
 
-def sample_rows(bundle: Bundle, column: str, count: int, excluded_token: int | None) -> list[Row]:
+def sample_rows(
+    bundle: Bundle, column: str, count: int, excluded_token: int | None
+) -> list[Row]:
     """Return up to `count` rows with loss tokens and without the excluded token, evenly spread."""
     mask = bundle.token_column("loss_mask").astype(bool)
     values = bundle.token_column(column)
@@ -46,7 +48,9 @@ def sample_rows(bundle: Bundle, column: str, count: int, excluded_token: int | N
         ):
             continue
         candidates.append(number)
-    chosen = np.unique(np.linspace(0, len(candidates) - 1, min(count, len(candidates))).astype(int))
+    chosen = np.unique(
+        np.linspace(0, len(candidates) - 1, min(count, len(candidates))).astype(int)
+    )
     rows = [_read_row(bundle, mask, values, candidates[index]) for index in chosen]
     return [row for row in rows if np.all(np.isfinite(row.recorded))]
 
@@ -58,7 +62,9 @@ def _read_row(bundle: Bundle, mask: np.ndarray, values: np.ndarray, number: int)
     places = places[places > 0]
     before = np.empty(0, np.int64)
     micro_batches = bundle.rows.get("micro_batch")
-    if number and (micro_batches is None or micro_batches[number - 1] == micro_batches[number]):
+    if number and (
+        micro_batches is None or micro_batches[number - 1] == micro_batches[number]
+    ):
         before = np.asarray(ids[bundle.offsets[number - 1] : start])
     padding = 0
     if bundle.has("prompt_length"):

@@ -22,7 +22,13 @@ class ScoringModel:
         self.has_adapter = (Path(path) / ADAPTER_FILE).is_file()
         try:
             self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
-        except (OSError, ValueError, RuntimeError, ImportError, json.JSONDecodeError) as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            ImportError,
+            json.JSONDecodeError,
+        ) as error:
             raise ConfigError(
                 f"--model={path}: it cannot be loaded: {one_line(error)}. Name a folder with a model."
             ) from None
@@ -30,12 +36,18 @@ class ScoringModel:
             self.model.cuda()
 
     @torch.no_grad()
-    def logits(self, token_ids: np.ndarray, places: np.ndarray, first_position: int = 0) -> torch.Tensor:
+    def logits(
+        self, token_ids: np.ndarray, places: np.ndarray, first_position: int = 0
+    ) -> torch.Tensor:
         """Return the logits that predict the tokens at `places`, float32 [places, vocabulary]."""
         device = self.model.device
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=device)[None]
-        positions = torch.arange(first_position, first_position + len(token_ids), device=device)[None]
-        logits = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        positions = torch.arange(
+            first_position, first_position + len(token_ids), device=device
+        )[None]
+        logits = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[
+            0
+        ]
         predicting = torch.as_tensor(places - 1, device=device)
         return logits[predicting].float().cpu()
 
@@ -72,7 +84,9 @@ class ScoringModel:
     def adapter_scaled(self, factor: float) -> Iterator[None]:
         """Multiply the adapter's part in the model, 0 to leave it out."""
         layers = [
-            layer for layer in self.model.modules() if isinstance(getattr(layer, "scaling", None), dict)
+            layer
+            for layer in self.model.modules()
+            if isinstance(getattr(layer, "scaling", None), dict)
         ]
         usual = [dict(layer.scaling) for layer in layers]
         for layer in layers:
@@ -84,7 +98,9 @@ class ScoringModel:
                 layer.scaling = scaling
 
 
-def log_probs(logits: torch.Tensor, targets: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def log_probs(
+    logits: torch.Tensor, targets: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
     """Return the log-probs of targets, float64 [P]."""
     scores = torch.log_softmax(logits / temperature, dim=-1)
     chosen = scores.gather(1, torch.as_tensor(targets, dtype=torch.long)[:, None])[:, 0]

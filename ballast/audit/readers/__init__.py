@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ballast.audit.bundle import Bundle
-from ballast.audit.readers import atif, json_lines, nemo_rl, prime_rl, slime, verifiers, verl
+from ballast.audit.readers import (
+    atif,
+    json_lines,
+    nemo_rl,
+    prime_rl,
+    slime,
+    verifiers,
+    verl,
+)
 from workers.errors import DataError
 
 SUFFIXES = (".jsonl", ".pt", ".json")
@@ -70,7 +78,9 @@ def _read_folder(folder: Path) -> Bundle:
     trajectories = sorted(folder.glob(f"**/{TRAJECTORY}"))
     if trajectories:
         return atif.read(trajectories)
-    raise DataError(f"{folder}: it has neither a bundle nor a step of a known dump. Known are {KNOWN}.")
+    raise DataError(
+        f"{folder}: it has neither a bundle nor a step of a known dump. Known are {KNOWN}."
+    )
 
 
 def _read_json(path: Path) -> Bundle:

@@ -36,7 +36,9 @@ def read(paths: list[Path]) -> Bundle:
     for number, path in enumerate(paths):
         trajectory = Record(str(path), read_record(path))
         if not is_trajectory(trajectory.values):
-            raise DataError(f"{path}: schema_version does not begin with {FORMAT}. Name an ATIF trajectory.")
+            raise DataError(
+                f"{path}: schema_version does not begin with {FORMAT}. Name an ATIF trajectory."
+            )
         sequences = _read_sequences(trajectory)
         if not sequences:
             raise DataError(
@@ -84,7 +86,9 @@ def _read_sequences(trajectory: Record) -> list[dict[str, list[Any]]]:
         if not metrics.has("logprobs"):
             sequence.pop("sampler_logprobs", None)
         elif "sampler_logprobs" in sequence:
-            sequence["sampler_logprobs"] += [0.0] * added + metrics.numbers("logprobs", len(completion))
+            sequence["sampler_logprobs"] += [0.0] * added + metrics.numbers(
+                "logprobs", len(completion)
+            )
     return sequences
 
 

@@ -36,13 +36,19 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def parse_record(place: str, text: bytes) -> dict[str, Any]:
     if len(text) > LARGEST_RECORD:
-        raise DataError(f"{place}: longer than {LARGEST_RECORD >> 20} MiB. Write a sample a line.")
+        raise DataError(
+            f"{place}: longer than {LARGEST_RECORD >> 20} MiB. Write a sample a line."
+        )
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: it is not JSON: {why_not_json(error)}. Write the dump again.") from None
+        raise DataError(
+            f"{place}: it is not JSON: {why_not_json(error)}. Write the dump again."
+        ) from None
     if not isinstance(record, dict):
-        raise DataError(f"{place}: it is {quote(record)}, not a mapping. Write a sample a line.")
+        raise DataError(
+            f"{place}: it is {quote(record)}, not a mapping. Write a sample a line."
+        )
     return record
 
 
@@ -51,7 +57,9 @@ class Record:
 
     def __init__(self, place: str, values: Any) -> None:
         if not isinstance(values, Mapping):
-            raise DataError(f"{place}: it is {quote(values)}, not a mapping. Write the dump again.")
+            raise DataError(
+                f"{place}: it is {quote(values)}, not a mapping. Write the dump again."
+            )
         self.place = place
         self.values = values
 
@@ -109,7 +117,12 @@ class Record:
 
     def records(self, name: str) -> list["Record"]:
         items = self.items(name)
-        return [Record(f"{self.place}: {name}[{number}]", item) for number, item in enumerate(items)]
+        return [
+            Record(f"{self.place}: {name}[{number}]", item)
+            for number, item in enumerate(items)
+        ]
 
     def error(self, name: str, problem: str) -> DataError:
-        return DataError(f"{self.place}: {name} is {problem}. Name a dump that the system itself wrote.")
+        return DataError(
+            f"{self.place}: {name} is {problem}. Name a dump that the system itself wrote."
+        )

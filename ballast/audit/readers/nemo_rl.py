@@ -61,5 +61,7 @@ def _first_tokens(record: Record, name: str, length: int) -> list[Any]:
     is_whole = name.startswith("token")
     numbers = sequence.whole_numbers(name) if is_whole else sequence.numbers(name)
     if len(numbers) < length:
-        raise record.error(name, f"a list of {len(numbers)} values, below input_lengths={length}")
+        raise record.error(
+            name, f"a list of {len(numbers)} values, below input_lengths={length}"
+        )
     return numbers[:length]

@@ -11,7 +11,9 @@ from ballast.audit.readers.rows import Rows
 
 KEYS = {"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}
 NOT_EXPORTED = "token exports do not have it"
-MISSING = dict.fromkeys(("rewards", "group", "reference_logprobs", "truncated"), NOT_EXPORTED)
+MISSING = dict.fromkeys(
+    ("rewards", "group", "reference_logprobs", "truncated"), NOT_EXPORTED
+)
 
 
 def read(paths: list[Path]) -> Bundle:

@@ -18,7 +18,9 @@ class Rows:
 
     def add(self, **values: Any) -> None:
         """Add a row. None: the dump lacks the value."""
-        self.rows.append({name: value for name, value in values.items() if value is not None})
+        self.rows.append(
+            {name: value for name, value in values.items() if value is not None}
+        )
 
     def number(self, column: str, key: Hashable) -> int:
         """Return the number of a group or of a sample that the dump names by `key`."""

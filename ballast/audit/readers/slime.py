@@ -59,7 +59,9 @@ def _load(path: Path) -> Any:
     data_types = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"}
     reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
     try:
-        with torch.serialization.safe_globals([reconstruct, np.ndarray, np.dtype, *data_types]):
+        with torch.serialization.safe_globals(
+            [reconstruct, np.ndarray, np.dtype, *data_types]
+        ):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise DataError(
@@ -67,14 +69,20 @@ def _load(path: Path) -> Any:
             "Load it there, keep numbers, lists and tensors of its samples, and save it again."
         ) from None
     except Exception as error:  # bytes of another format raise anything from the unpickler
-        raise DataError(f"{path}: it is not a whole file of torch.save: {clause(error)}.") from None
+        raise DataError(
+            f"{path}: it is not a whole file of torch.save: {clause(error)}."
+        ) from None
 
 
 def _add_rollout_sample(rows: Rows, sample: Record) -> None:
     token_ids = sample.whole_numbers("tokens")
     length = sample.whole("response_length")
     before = [0] * (len(token_ids) - length)
-    mask = sample.whole_numbers("loss_mask", length) if sample.has("loss_mask") else [1] * length
+    mask = (
+        sample.whole_numbers("loss_mask", length)
+        if sample.has("loss_mask")
+        else [1] * length
+    )
     is_removed = bool(sample.values.get("remove_sample"))
     reward = sample.values.get("reward")
     logprobs = None

@@ -12,7 +12,13 @@ from ballast.audit.readers.rows import Rows
 
 KEYS = {"task"}
 """Episodes have `traces` with it, traces have `nodes`."""
-TRUNCATIONS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+TRUNCATIONS = (
+    "max_turns",
+    "max_input_tokens",
+    "max_output_tokens",
+    "max_total_tokens",
+    "compaction_failed",
+)
 MISSING = {
     "new_logprobs": "traces do not have it",
     "old_logprobs": "traces have it if the trainer annotated them",
@@ -82,8 +88,13 @@ def _reward(trace: Record) -> float | None:
     if not names:
         return None
     rewards = [trace.record("rewards").record(name) for name in names]
-    weights = [reward.number("weight") if reward.has("weight") else 1.0 for reward in rewards]
-    return sum(reward.number("score") * weight for reward, weight in zip(rewards, weights, strict=True))
+    weights = [
+        reward.number("weight") if reward.has("weight") else 1.0 for reward in rewards
+    ]
+    return sum(
+        reward.number("score") * weight
+        for reward, weight in zip(rewards, weights, strict=True)
+    )
 
 
 def _is_truncated(trace: Record) -> bool:

@@ -41,4 +41,6 @@ def read(paths: list[Path]) -> Bundle:
                 rewards=record.number("score"),
                 group=rows.number("group", prompt),
             )
-    return rows.bundle("verl rollout dump (code points of texts stand for token ids)", MISSING, step=step)
+    return rows.bundle(
+        "verl rollout dump (code points of texts stand for token ids)", MISSING, step=step
+    )

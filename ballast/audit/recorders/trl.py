@@ -121,18 +121,24 @@ class StepRecorder(TrainerCallback):  # type: ignore[misc]
         )
         return loss
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any
+    ) -> None:
         if logs and "grad_norm" in logs:
             self.gradient_norms[state.global_step] = float(logs["grad_norm"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._write_full_step()
         if self.micro_batches:
-            print(f"not recorded: the last {len(self.micro_batches)} micro-batches, of an unfinished batch")
+            print(
+                f"not recorded: the last {len(self.micro_batches)} micro-batches, of an unfinished batch"
+            )
 
     def _write_full_step(self) -> None:
         arguments = self.trainer.args
-        size = math.lcm(arguments.steps_per_generation, arguments.gradient_accumulation_steps)
+        size = math.lcm(
+            arguments.steps_per_generation, arguments.gradient_accumulation_steps
+        )
         if len(self.micro_batches) < size:
             return
         micro_batches = self.micro_batches
@@ -141,13 +147,18 @@ class StepRecorder(TrainerCallback):  # type: ignore[misc]
 
 
 def write_step(
-    trainer: Any, folder: Path, micro_batches: list[MicroBatch], gradient_norms: Mapping[int, float]
+    trainer: Any,
+    folder: Path,
+    micro_batches: list[MicroBatch],
+    gradient_norms: Mapping[int, float],
 ) -> Path:
     """Write micro-batches as a bundle."""
     steps = sorted({micro_batch.step for micro_batch in micro_batches})
     rows = [row for micro_batch in micro_batches for row in _rows(trainer, micro_batch)]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    losses = [sum(batch.loss for batch in micro_batches if batch.step == step) for step in steps]
+    losses = [
+        sum(batch.loss for batch in micro_batches if batch.step == step) for step in steps
+    ]
     algorithm, missing = describe_algorithm(trainer, micro_batches)
     for name in ("sampler_logprobs", "reference_logprobs"):
         if name not in columns:
@@ -162,7 +173,10 @@ def write_step(
     if None in norms:
         missing["gradient_norm"] = "TRL logs it with logging_steps=1"
     denominators = {}
-    if algorithm.get("aggregation") == "token_mean" and trainer.loss_type in WHOLE_BATCH_LOSSES:
+    if (
+        algorithm.get("aggregation") == "token_mean"
+        and trainer.loss_type in WHOLE_BATCH_LOSSES
+    ):
         denominators["tokens"] = _logged_denominators(micro_batches, steps)
     template = trainer._tokenizer.chat_template or ""
     return ballast.audit.record(
@@ -176,7 +190,9 @@ def write_step(
         sampled=len(rows),
         denominators=denominators,
         model={"name": str(trainer.model.config._name_or_path)},
-        template={"hash": hashlib.sha256(template.encode()).hexdigest() if template else ""},
+        template={
+            "hash": hashlib.sha256(template.encode()).hexdigest() if template else ""
+        },
         end_tokens=trainer.eos_token_ids,
         precision=_precision(trainer),
         writer="trl",
@@ -207,7 +223,9 @@ def _rows(trainer: Any, micro_batch: MicroBatch) -> list[dict[str, Any]]:
             "rewards": float(inputs[REWARD][number]),
             "group": int(inputs[ROW][number]) // trainer.num_generations,
             "prompt_length": len(prompt),
-            "truncated": int(not length or int(completion[-1]) not in trainer.eos_token_ids),
+            "truncated": int(
+                not length or int(completion[-1]) not in trainer.eos_token_ids
+            ),
             "mini_batch": micro_batch.step,
             "micro_batch": micro_batch.number,
             "weight_versions": [int(inputs[VERSION][number])] * (len(prompt) + length),
@@ -239,7 +257,9 @@ def _completion_length(trainer: Any, inputs: Mapping[str, Any], number: int) -> 
 
 def _logged_denominators(micro_batches: list[MicroBatch], steps: list[int]) -> list[float]:
     """Return the tokens by which TRL divided. All micro-batches of a generated batch hold them."""
-    totals = {batch.step: float(batch.inputs["num_items_in_batch"]) for batch in micro_batches}
+    totals = {
+        batch.step: float(batch.inputs["num_items_in_batch"]) for batch in micro_batches
+    }
     return [totals[step] for step in steps]
 
 
@@ -277,10 +297,16 @@ def describe_algorithm(
         algorithm["estimator"] = ESTIMATORS[trainer.scale_rewards]
         algorithm["epsilon"] = 0.0 if trainer.scale_rewards == "none" else 1e-4
     else:
-        missing["algorithm.estimator"] = "multi_objective_aggregation normalises each reward function"
+        missing["algorithm.estimator"] = (
+            "multi_objective_aggregation normalises each reward function"
+        )
     if loss_type == "cispo":
         # TRL clips ratios to at most epsilon_high itself, and has no lower bound.
-        algorithm |= {"loss": "cispo", "clip_low": 1.0, "clip_high": trainer.epsilon_high - 1}
+        algorithm |= {
+            "loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": trainer.epsilon_high - 1,
+        }
     elif trainer.importance_sampling_level == "sequence":
         algorithm["loss"] = "gspo"
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
@@ -308,7 +334,9 @@ def _why_no_loss(trainer: Any, micro_batches: list[MicroBatch]) -> str:
     if trainer.off_policy_mask_threshold is not None:
         return "off_policy_mask_threshold masks rows in the loss"
     has_old_logprobs = any("old_per_token_logps" in batch.inputs for batch in micro_batches)
-    if trainer.beta and arguments.use_bias_correction_kl and has_old_logprobs:  # else ratios are 1
+    if (
+        trainer.beta and arguments.use_bias_correction_kl and has_old_logprobs
+    ):  # else ratios are 1
         return "use_bias_correction_kl multiplies the KL"
     if trainer.aux_loss_enabled:
         return "the loss has an auxiliary loss of the router"
@@ -325,7 +353,9 @@ def _why_no_aggregation(trainer: Any, micro_batches: list[MicroBatch]) -> str:
     if loss_type in WHOLE_BATCH_LOSSES:
         if arguments.steps_per_generation != arguments.gradient_accumulation_steps:
             return f"loss_type={loss_type} divides by a share of the tokens of the generated batch"
-    elif loss_type != "bnpo" and not all(_has_loss_tokens(batch) for batch in micro_batches):
+    elif loss_type != "bnpo" and not all(
+        _has_loss_tokens(batch) for batch in micro_batches
+    ):
         return f"loss_type={loss_type} counts rows without loss tokens"
     return ""
 

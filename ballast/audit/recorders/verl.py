@@ -43,7 +43,9 @@ COLUMNS = {
 }
 
 
-def record_steps(workers: Any, folder: str | Path, algorithm: Mapping[str, Any] | None = None) -> None:
+def record_steps(
+    workers: Any, folder: str | Path, algorithm: Mapping[str, Any] | None = None
+) -> None:
     """Wrap `ppo_loss` and `ActorRolloutRefWorker.update_actor` of a module, verl.workers.engine_workers.
 
     algorithm: settings that a worker does not know, such as the estimator of advantages.
@@ -76,13 +78,21 @@ class UpdateRecorder:
 
     def wrap_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute_loss)
-        def compute_and_record(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        def compute_and_record(
+            config: Any, model_output: Any, data: Any, dp_group: Any = None
+        ) -> Any:
             loss, metrics = compute_loss(config, model_output, data, dp_group)
             logprobs = model_output["log_probs"]
             flat = logprobs.values() if logprobs.is_nested else logprobs
             has_entropy = model_output.get("entropy", None) is not None
             self.micro_batches.append(
-                MicroBatch(config, data, flat.detach().float().cpu(), has_entropy, float(loss.detach()))
+                MicroBatch(
+                    config,
+                    data,
+                    flat.detach().float().cpu(),
+                    has_entropy,
+                    float(loss.detach()),
+                )
             )
             return loss, metrics
 
@@ -110,7 +120,9 @@ def write_update(
     losses: dict[int, float] = {}
     data_parallel = int(_value(micro_batches[0].data, "dp_size") or 1)
     for number, micro_batch in enumerate(micro_batches):
-        rows_per_update = int(_value(micro_batch.data, "global_batch_size") or 0) // data_parallel
+        rows_per_update = (
+            int(_value(micro_batch.data, "global_batch_size") or 0) // data_parallel
+        )
         mini_batch = len(rows) // rows_per_update if rows_per_update else 0
         losses[mini_batch] = losses.get(mini_batch, 0.0) + micro_batch.loss
         for row in _rows(micro_batch):
@@ -128,7 +140,9 @@ def write_update(
     if data_parallel > 1:
         rank = torch.distributed.get_rank()
         folder = folder / f"rank-{rank}"
-        missing["loss"] = f"a rank has its share of the rows alone (data parallel {data_parallel})"
+        missing["loss"] = (
+            f"a rank has its share of the rows alone (data parallel {data_parallel})"
+        )
     return ballast.audit.record(
         folder / f"step-{step}",
         step=step,
@@ -144,8 +158,14 @@ def _rows(micro_batch: MicroBatch) -> list[dict[str, Any]]:
     data = micro_batch.data
     prompts = _unpadded(data, "prompts")
     responses = _unpadded(data, "responses")
-    columns = {name: _by_row(data[column]) for name, column in COLUMNS.items() if _has(data, column)}
-    scores = _by_row(data["token_level_scores"]) if _has(data, "token_level_scores") else None
+    columns = {
+        name: _by_row(data[column])
+        for name, column in COLUMNS.items()
+        if _has(data, column)
+    }
+    scores = (
+        _by_row(data["token_level_scores"]) if _has(data, "token_level_scores") else None
+    )
     uids = _value(data, "uid")
     masks = _by_row(data["response_mask"])
     rows = []
@@ -154,7 +174,9 @@ def _rows(micro_batch: MicroBatch) -> list[dict[str, Any]]:
         length = len(response)
         before = [0.0] * len(prompt)
         end += len(prompt) + length
-        new = micro_batch.logprobs[end - length - 1 : end - 1]  # a place early, as the logits
+        new = micro_batch.logprobs[
+            end - length - 1 : end - 1
+        ]  # a place early, as the logits
         row: dict[str, Any] = {
             "token_ids": [*prompt.tolist(), *response.tolist()],
             "loss_mask": [0] * len(prompt) + masks[number][:length].long().tolist(),
@@ -187,7 +209,9 @@ def _unpadded(data: Any, name: str) -> list[torch.Tensor]:
 
 
 def _has(data: Any, name: str) -> bool:
-    return name in set(data.keys())  # `in` on a TensorDict itself raises for names of no tensor
+    return name in set(
+        data.keys()
+    )  # `in` on a TensorDict itself raises for names of no tensor
 
 
 def _value(data: Any, name: str) -> Any:
@@ -221,10 +245,14 @@ def describe_algorithm(micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[st
     mode = config.policy_loss.get("loss_mode", "vanilla")
     if mode != "vanilla":
         settings["loss"] = None
-        missing["algorithm.loss"] = f"policy_loss.loss_mode={mode} has no name in the format"
+        missing["algorithm.loss"] = (
+            f"policy_loss.loss_mode={mode} has no name in the format"
+        )
     elif _has(data, "rollout_is_weights"):
         settings["loss"] = None
         missing["algorithm.loss"] = "rollout_is_weights multiply the loss"
     if settings["aggregation"] is None:
-        missing["algorithm.aggregation"] = f"loss_agg_mode={config.loss_agg_mode} has no name in the format"
+        missing["algorithm.aggregation"] = (
+            f"loss_agg_mode={config.loss_agg_mode} has no name in the format"
+        )
     return settings, missing

@@ -13,7 +13,12 @@ from ballast.certify.environment.failures import failure_findings
 from ballast.certify.environment.leaks import leak_findings
 from ballast.certify.environment.play import PlayedEpisode, Record, spread
 from ballast.certify.environment.policies import RANDOM, Policy, constant, oracles, panel
-from ballast.certify.environment.rewards import Payments, best_oracle, payment_findings, totals_of
+from ballast.certify.environment.rewards import (
+    Payments,
+    best_oracle,
+    payment_findings,
+    totals_of,
+)
 from ballast.certify.environment.scripted_server import Script, serving
 from ballast.certify.findings import Finding, Level
 from workers.agents.processes import AgentPool, session_variables
@@ -43,11 +48,16 @@ class TriedAgent:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def new_pool(self) -> AgentPool:
-        limits: dict[str, Any] = {"memory_gib": self.memory_gib, "processes": self.processes}
+        limits: dict[str, Any] = {
+            "memory_gib": self.memory_gib,
+            "processes": self.processes,
+        }
         if isinstance(self.packed, str) and self.sandbox.kind:
             from workers.sandbox.pools import SandboxAgentPool
 
-            return SandboxAgentPool(self.packed, self.timeout_s, sandbox=self.sandbox, **limits)
+            return SandboxAgentPool(
+                self.packed, self.timeout_s, sandbox=self.sandbox, **limits
+            )
         return AgentPool(self.packed, self.timeout_s, **limits)
 
 
@@ -68,18 +78,27 @@ async def check_agent(target: TriedAgent, records: Sequence[Record]) -> AgentRep
         for number, record in chosen:
             silent = [policy for policy in panel(64) if policy.name in POLICIES]
             for policy in [*silent, *oracles(record, target.answer_key)]:
-                report.episodes.append(await _play(target, pool, number, record, policy, report))
+                report.episodes.append(
+                    await _play(target, pool, number, record, policy, report)
+                )
         if report.other_routes:
             return report
         report.findings = failure_findings("agent", target.place, report.episodes)
         # Without a reward of the agent, reward functions score the sample.
-        rewarded = [episode for episode in report.episodes if episode.observations and episode.done]
+        rewarded = [
+            episode for episode in report.episodes if episode.observations and episode.done
+        ]
         totals = totals_of(episode for episode in rewarded if episode.observations[-1].done)
         if not report.findings:
             payments = Payments("agent", target.place, totals, best_oracle(totals))
             report.findings += payment_findings(payments)
             report.findings += leak_findings(
-                "agent", target.place, target.prompt_key, target.answer_key, chosen, report.episodes
+                "agent",
+                target.place,
+                target.prompt_key,
+                target.answer_key,
+                chosen,
+                report.episodes,
             )
         if not report.findings:
             report.findings += await _repeat(target, pool, chosen, report)
@@ -89,7 +108,12 @@ async def check_agent(target: TriedAgent, records: Sequence[Record]) -> AgentRep
 
 
 async def _play(
-    target: TriedAgent, pool: AgentPool, number: int, record: Record, policy: Policy, report: AgentReport
+    target: TriedAgent,
+    pool: AgentPool,
+    number: int,
+    record: Record,
+    policy: Policy,
+    report: AgentReport,
 ) -> PlayedEpisode:
     """Play a session. An agent's reward stands in the last observation, none without a reward."""
     played = PlayedEpisode(number, policy.name)
@@ -110,7 +134,10 @@ async def _play(
 
 
 async def _repeat(
-    target: TriedAgent, pool: AgentPool, chosen: Sequence[tuple[int, Record]], report: AgentReport
+    target: TriedAgent,
+    pool: AgentPool,
+    chosen: Sequence[tuple[int, Record]],
+    report: AgentReport,
 ) -> list[Finding]:
     """Play sessions of the first records again, alone and at once."""
     policy = Policy("a word", constant("stone"))
@@ -129,7 +156,9 @@ async def _repeat(
     return []
 
 
-def _finding(target: TriedAgent, first: PlayedEpisode, repeat: PlayedEpisode, *, at_once: bool) -> Finding:
+def _finding(
+    target: TriedAgent, first: PlayedEpisode, repeat: PlayedEpisode, *, at_once: bool
+) -> Finding:
     return Finding(
         name="agent.episodes_share_state" if at_once else "agent.not_repeatable",
         level=Level.CERTAIN if at_once else Level.LIKELY,

@@ -34,7 +34,11 @@ def check_environments(subject: Subject, certificate: Certificate) -> None:
     if not sandbox.kind:
         _check_players(subject, certificate)
         return
-    from workers.sandbox.kinds import check_sandbox, export_settings, remove_left_over_sandboxes
+    from workers.sandbox.kinds import (
+        check_sandbox,
+        export_settings,
+        remove_left_over_sandboxes,
+    )
 
     check_sandbox(sandbox)
     export_settings(sandbox)
@@ -58,7 +62,9 @@ def _check_players(subject: Subject, certificate: Certificate) -> None:
         certificate.skip(CHECK, "samples have one turn: no environment, tools or agent")
     if subject.parser is not None:
         certificate.add(*check_judge(subject.config, subject.parser, subject.records))
-        certificate.add_coverage("judge", "its question, and its parser on 7 answers", "not its model")
+        certificate.add_coverage(
+            "judge", "its question, and its parser on 7 answers", "not its model"
+        )
 
 
 def _check_environment(subject: Subject, certificate: Certificate) -> None:
@@ -77,8 +83,16 @@ def _check_environment(subject: Subject, certificate: Certificate) -> None:
     solved, count = asyncio.run(check_solutions(target, subject.records))
     certificate.add(*solved, *_unread_findings(config, target.place))
     if count:
-        certificate.add_coverage("solutions", f"{count:,} of {len(subject.records):,} tasks, each once")
-    _cover(certificate, "environment", subject, episodes, f"{REPEATED} records again, alone and interleaved")
+        certificate.add_coverage(
+            "solutions", f"{count:,} of {len(subject.records):,} tasks, each once"
+        )
+    _cover(
+        certificate,
+        "environment",
+        subject,
+        episodes,
+        f"{REPEATED} records again, alone and interleaved",
+    )
 
 
 def _unread_findings(config: Config, place: str) -> list[Finding]:
@@ -97,7 +111,11 @@ def _unread_findings(config: Config, place: str) -> list[Finding]:
 def _check_agent(subject: Subject, certificate: Certificate) -> None:
     rollout = subject.config.rollout
     value = rollout.environment or rollout.agent or rollout.agent_command
-    key = next(name for name in ("environment", "agent", "agent_command") if getattr(rollout, name) == value)
+    key = next(
+        name
+        for name in ("environment", "agent", "agent_command")
+        if getattr(rollout, name) == value
+    )
     target = TriedAgent(
         subject.agent or rollout.agent_command,
         f"rollout.{key}={value}",
@@ -112,10 +130,18 @@ def _check_agent(subject: Subject, certificate: Certificate) -> None:
     report = asyncio.run(check_agent(target, subject.records))
     if report.other_routes:
         route = report.other_routes[0]
-        certificate.skip(CHECK, f"the agent calls {route}, and the panel serves chat completions alone")
+        certificate.skip(
+            CHECK, f"the agent calls {route}, and the panel serves chat completions alone"
+        )
         return
     certificate.add(*report.findings)
-    _cover(certificate, "agent", subject, report.episodes, "behind an address of chat completions")
+    _cover(
+        certificate,
+        "agent",
+        subject,
+        report.episodes,
+        "behind an address of chat completions",
+    )
 
 
 def _check_tools(subject: Subject, certificate: Certificate) -> None:
@@ -131,7 +157,9 @@ def _check_tools(subject: Subject, certificate: Certificate) -> None:
     texts = [as_text(record[subject.prompt_key]) for record in subject.records[:3]]
     findings, calls = asyncio.run(check_tools(target, texts))
     certificate.add(*findings)
-    certificate.add_coverage("tools", f"{calls} calls of {len(subject.tools.schemas)} tools", "not their use")
+    certificate.add_coverage(
+        "tools", f"{calls} calls of {len(subject.tools.schemas)} tools", "not their use"
+    )
 
 
 def _answer_key(subject: Subject) -> str:
@@ -142,10 +170,16 @@ def _answer_key(subject: Subject) -> str:
 
 
 def _cover(
-    certificate: Certificate, name: str, subject: Subject, episodes: Sequence[PlayedEpisode], also: str
+    certificate: Certificate,
+    name: str,
+    subject: Subject,
+    episodes: Sequence[PlayedEpisode],
+    also: str,
 ) -> None:
     records = len({episode.record for episode in episodes})
-    over = f"{len(episodes)} episodes of {records} of {len(subject.records):,} records, {also}"
+    over = (
+        f"{len(episodes)} episodes of {records} of {len(subject.records):,} records, {also}"
+    )
     certificate.add_coverage(name, over, "policies without a model do not play well")
     certificate.add_table(f"{name} rewards", _reward_rows(episodes))
 
@@ -154,5 +188,7 @@ def _reward_rows(episodes: Sequence[PlayedEpisode]) -> list[dict[str, Any]]:
     rows = []
     for policy, totals in totals_of(episodes).items():
         mean = sum(totals) / len(totals)
-        rows.append({"policy": policy, "mean": mean, "lowest": min(totals), "highest": max(totals)})
+        rows.append(
+            {"policy": policy, "mean": mean, "lowest": min(totals), "highest": max(totals)}
+        )
     return rows

@@ -20,7 +20,13 @@ from ballast.certify.environment.play import (
     spread,
 )
 from ballast.certify.environment.policies import RANDOM, Policy, answer_of, oracles, panel
-from ballast.certify.environment.rewards import ANOTHER, Payments, best_oracle, payment_findings, totals_of
+from ballast.certify.environment.rewards import (
+    ANOTHER,
+    Payments,
+    best_oracle,
+    payment_findings,
+    totals_of,
+)
 from ballast.certify.findings import Finding, Level
 from workers.user_code.environments import EnvironmentPool
 
@@ -64,11 +70,20 @@ async def check_environment(
         if not findings:
             another = await _play_other_answers(target, pool, chosen, oracle)
             totals |= {ANOTHER: [episode.reward for episode in another]} if another else {}
-            may_repeat = frozenset(policy.name for policy in panel(target.max_new_tokens) if policy.may_know)
-            findings += payment_findings(Payments("environment", target.place, totals, oracle, may_repeat))
+            may_repeat = frozenset(
+                policy.name for policy in panel(target.max_new_tokens) if policy.may_know
+            )
+            findings += payment_findings(
+                Payments("environment", target.place, totals, oracle, may_repeat)
+            )
         findings += _ending_findings(target, episodes)
         findings += leak_findings(
-            "environment", target.place, target.rules.prompt_key, target.answer_key, chosen, episodes
+            "environment",
+            target.place,
+            target.rules.prompt_key,
+            target.answer_key,
+            chosen,
+            episodes,
         )
         findings += _length_findings(target, episodes)
         findings += await _seed_findings(target, pool, chosen)
@@ -91,7 +106,10 @@ async def _play_panel(
 
 
 async def _play_other_answers(
-    target: TriedEnvironment, pool: EnvironmentPool, chosen: Sequence[tuple[int, Record]], oracle: str
+    target: TriedEnvironment,
+    pool: EnvironmentPool,
+    chosen: Sequence[tuple[int, Record]],
+    oracle: str,
 ) -> list[PlayedEpisode]:
     """Play each record by the answer of the next one that has another answer."""
     if not oracle:
@@ -101,16 +119,25 @@ async def _play_other_answers(
         candidates = [row for _, row in [*chosen[position + 1 :], *chosen[:position]]]
         answer = answer_of(record, target.answer_key)
         candidate = next(
-            (row for row in candidates if answer_of(row, target.answer_key) not in ("", answer)), None
+            (
+                row
+                for row in candidates
+                if answer_of(row, target.answer_key) not in ("", answer)
+            ),
+            None,
         )
         if candidate is not None:
-            policy = next(p for p in oracles(candidate, target.answer_key) if p.name == oracle)
+            policy = next(
+                p for p in oracles(candidate, target.answer_key) if p.name == oracle
+            )
             policy = Policy(ANOTHER, policy.answer)
             episodes.append(await play_one(pool, target.rules, number, record, policy))
     return [episode for episode in episodes if not episode.failure]
 
 
-def _ending_findings(target: TriedEnvironment, episodes: Sequence[PlayedEpisode]) -> list[Finding]:
+def _ending_findings(
+    target: TriedEnvironment, episodes: Sequence[PlayedEpisode]
+) -> list[Finding]:
     """Name an environment that no policy of the panel brought to an end."""
     whole = [episode for episode in episodes if not episode.failure]
     if not whole or any(episode.done for episode in whole):
@@ -128,7 +155,9 @@ def _ending_findings(target: TriedEnvironment, episodes: Sequence[PlayedEpisode]
     ]
 
 
-def _length_findings(target: TriedEnvironment, episodes: Sequence[PlayedEpisode]) -> list[Finding]:
+def _length_findings(
+    target: TriedEnvironment, episodes: Sequence[PlayedEpisode]
+) -> list[Finding]:
     longest = max(episodes, key=lambda episode: max(map(len, episode.texts)))
     characters = max(map(len, longest.texts))
     if characters > CHARACTERS_A_TOKEN * target.max_tokens:
@@ -206,7 +235,10 @@ async def _repeat(
 
 
 async def _name_difference(
-    target: TriedEnvironment, case: tuple[int, Record, Policy], first: PlayedEpisode, later: PlayedEpisode
+    target: TriedEnvironment,
+    case: tuple[int, Record, Policy],
+    first: PlayedEpisode,
+    later: PlayedEpisode,
 ) -> Finding:
     """Play an episode in one more new process, which tells chance from what earlier episodes left."""
     pool = target.new_pool()
@@ -219,7 +251,9 @@ async def _name_difference(
     return _left_behind(target, first, later)
 
 
-def _differs(target: TriedEnvironment, first: PlayedEpisode, repeat: PlayedEpisode) -> Finding:
+def _differs(
+    target: TriedEnvironment, first: PlayedEpisode, repeat: PlayedEpisode
+) -> Finding:
     opening = first.opening != repeat.opening
     return Finding(
         name="environment.reset_differs" if opening else "environment.steps_differ",
@@ -233,7 +267,9 @@ def _differs(target: TriedEnvironment, first: PlayedEpisode, repeat: PlayedEpiso
     )
 
 
-def _left_behind(target: TriedEnvironment, first: PlayedEpisode, later: PlayedEpisode) -> Finding:
+def _left_behind(
+    target: TriedEnvironment, first: PlayedEpisode, later: PlayedEpisode
+) -> Finding:
     return Finding(
         name="environment.state_left_behind",
         level=Level.CERTAIN,
@@ -244,7 +280,9 @@ def _left_behind(target: TriedEnvironment, first: PlayedEpisode, later: PlayedEp
     )
 
 
-def _shared(target: TriedEnvironment, first: PlayedEpisode, together: PlayedEpisode) -> Finding:
+def _shared(
+    target: TriedEnvironment, first: PlayedEpisode, together: PlayedEpisode
+) -> Finding:
     return Finding(
         name="environment.episodes_share_state",
         level=Level.CERTAIN,
@@ -258,7 +296,8 @@ def _shared(target: TriedEnvironment, first: PlayedEpisode, together: PlayedEpis
 def _difference(first: PlayedEpisode, repeat: PlayedEpisode) -> str:
     pairs = zip(first.trace, repeat.trace, strict=False)
     position, (value, changed) = next(
-        ((position, pair) for position, pair in enumerate(pairs) if pair[0] != pair[1]), (0, ("", ""))
+        ((position, pair) for position, pair in enumerate(pairs) if pair[0] != pair[1]),
+        (0, ("", "")),
     )
     where = "reset" if position == 0 else f"turn {position}"
     return f"{where}: {str(value)[:80]!r}, then {str(changed)[:80]!r} (policy {first.policy!r})"
@@ -268,7 +307,9 @@ async def _seed_findings(
     target: TriedEnvironment, pool: EnvironmentPool, chosen: Sequence[tuple[int, Record]]
 ) -> list[Finding]:
     """Say whether a record's seed matters, if it has one."""
-    seeded = [(number, record) for number, record in chosen if isinstance(record.get("seed"), int)][:REPEATED]
+    seeded = [
+        (number, record) for number, record in chosen if isinstance(record.get("seed"), int)
+    ][:REPEATED]
     if not seeded:
         return []
     policy = panel(target.max_new_tokens)[1]
@@ -277,7 +318,9 @@ async def _seed_findings(
         traces = []
         for offset in range(3):
             changed = record | {"seed": record["seed"] + offset}
-            traces.append((await play_one(pool, target.rules, number, changed, policy)).trace)
+            traces.append(
+                (await play_one(pool, target.rules, number, changed, policy)).trace
+            )
         matters = matters or any(trace != traces[0] for trace in traces)
     if matters:
         return []

@@ -56,7 +56,9 @@ def kind_of(failure: str) -> tuple[str, str, str]:
     return next(kinds, OTHER)
 
 
-def failure_findings(kind: str, place: str, episodes: Sequence[PlayedEpisode]) -> list[Finding]:
+def failure_findings(
+    kind: str, place: str, episodes: Sequence[PlayedEpisode]
+) -> list[Finding]:
     """Name failed episodes, a finding a kind of failure. kind: environment, agent or tools."""
     by_name: dict[str, list[PlayedEpisode]] = {}
     for episode in episodes:

@@ -27,7 +27,9 @@ class Reading:
     meant: float | None
 
 
-def check_judge(config: Config, parser: RewardFunction, records: Sequence[Record]) -> list[Finding]:
+def check_judge(
+    config: Config, parser: RewardFunction, records: Sequence[Record]
+) -> list[Finding]:
     """Return the findings. Questions that do not show the response are refused by `find_parser` before."""
     findings = _check_questions(config, records)
     if config.reward.judge.form == "score":
@@ -38,7 +40,9 @@ def check_judge(config: Config, parser: RewardFunction, records: Sequence[Record
 def _check_questions(config: Config, records: Sequence[Record]) -> list[Finding]:
     first = records[0]
     other = next((record for record in records if record != first), None)
-    if other is None or question(config, first, RESPONSES[0]) != question(config, other, RESPONSES[0]):
+    if other is None or question(config, first, RESPONSES[0]) != question(
+        config, other, RESPONSES[0]
+    ):
         return []
     return [
         Finding(
@@ -56,11 +60,16 @@ def _check_parser(config: Config, parser: RewardFunction, record: Record) -> lis
     """Read answers by the parser. It may read another form: answers that it refuses are not findings."""
     settings = config.reward.judge
     low, high = settings.min_grade, settings.max_grade
-    readings = [Reading(f"It is fair. [[{grade:g}]]", grade) for grade in (low, (low + high) // 2, high)]
+    readings = [
+        Reading(f"It is fair. [[{grade:g}]]", grade)
+        for grade in (low, (low + high) // 2, high)
+    ]
     quoted = f'The response says "give me [[{high:g}]]", which I ignore. [[{low:g}]]'
     readings.append(Reading(quoted, low))
     readings += [Reading(answer, None) for answer in NO_GRADE]
-    process = RewardProcess([parser], timeout_s=config.reward.timeout_s, concurrency=1, quiet=True)
+    process = RewardProcess(
+        [parser], timeout_s=config.reward.timeout_s, concurrency=1, quiet=True
+    )
     try:
         scores = _read(process, readings, record)
     finally:
@@ -68,15 +77,25 @@ def _check_parser(config: Config, parser: RewardFunction, record: Record) -> lis
     for reading, score in zip(readings, scores, strict=True):
         is_grade = not score.failure and low <= score.reward <= high
         if reading.meant is None and is_grade:
-            return [_wrong("judge.grade_from_nothing", reading, score.reward, "raise an exception")]
+            return [
+                _wrong(
+                    "judge.grade_from_nothing", reading, score.reward, "raise an exception"
+                )
+            ]
     for reading, score in zip(readings, scores, strict=True):
-        if reading.meant is not None and not score.failure and score.reward != reading.meant:
+        if (
+            reading.meant is not None
+            and not score.failure
+            and score.reward != reading.meant
+        ):
             advice = "read the last grade: a judge quotes the response before it grades"
             return [_wrong("judge.wrong_grade", reading, score.reward, advice)]
     return []
 
 
-def _read(process: RewardProcess, readings: Sequence[Reading], record: Record) -> list[Score]:
+def _read(
+    process: RewardProcess, readings: Sequence[Reading], record: Record
+) -> list[Score]:
     scores = []
     for number, reading in enumerate(readings):
         call = Call(number, reading.answer, record)

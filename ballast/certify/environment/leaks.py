@@ -36,7 +36,9 @@ def leak_findings(
         if not answer or _holds(prompts[number], answer):
             continue
         others = [other for other in answers.values() if other not in ("", answer)]
-        chance += bool(others) and sum(_holds(text, other) for other in others) > len(others) / 2
+        chance += (
+            bool(others) and sum(_holds(text, other) for other in others) > len(others) / 2
+        )
         if _holds(text, answer):
             leaks.append((number, text))
             marked += _holds(text, answer, MARKED)

@@ -61,7 +61,9 @@ class Rules:
 def spread(records: Sequence[Record], count: int) -> list[tuple[int, Record]]:
     """Return records from all over the data, with their numbers from 1."""
     step = max(1, len(records) // count)
-    return [(position + 1, records[position]) for position in range(0, len(records), step)][:count]
+    return [(position + 1, records[position]) for position in range(0, len(records), step)][
+        :count
+    ]
 
 
 class EpisodePlayer:
@@ -76,7 +78,11 @@ class EpisodePlayer:
     @property
     def is_over(self) -> bool:
         played = self.played
-        return bool(played.done or played.failure or len(played.observations) >= self._rules.max_turns)
+        return bool(
+            played.done
+            or played.failure
+            or len(played.observations) >= self._rules.max_turns
+        )
 
     async def reset(self, environment: RemoteEnvironment) -> None:
         start = time.monotonic()
@@ -125,7 +131,11 @@ async def play_one(
 
 
 async def play(
-    environment: RemoteEnvironment, rules: Rules, number: int, record: Record, policy: Policy
+    environment: RemoteEnvironment,
+    rules: Rules,
+    number: int,
+    record: Record,
+    policy: Policy,
 ) -> PlayedEpisode:
     player = EpisodePlayer(rules, number, record, policy)
     await player.reset(environment)

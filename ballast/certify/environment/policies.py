@@ -8,7 +8,21 @@ from typing import Any
 from workers.environment import Turn
 from workers.user_code.task_sources import TASK
 
-WORDS = ["stone", "17", "river", "yes", "3", "move", "north", "x", "because", "42", "open", "no", "left"]
+WORDS = [
+    "stone",
+    "17",
+    "river",
+    "yes",
+    "3",
+    "move",
+    "north",
+    "x",
+    "because",
+    "42",
+    "open",
+    "no",
+    "left",
+]
 CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {"x": \n</tool_call>'
 ODD = "\x00\x1b[31m\u202e\ufffd\u200b \U0001f642 \u00e9{{7*7}}%s\\"
 LONGEST = 20_000
@@ -48,11 +62,15 @@ def panel(max_new_tokens: int) -> list[Policy]:
     return [
         Policy("empty", lambda position: turn_of("")),
         Policy(RANDOM, _random_words),
-        Policy("repeat what was shown", lambda position: turn_of(position.text), may_know=True),
+        Policy(
+            "repeat what was shown", lambda position: turn_of(position.text), may_know=True
+        ),
         Policy("a call that cannot be read", lambda position: _broken_call()),
         Policy("a call of an unknown tool", lambda position: _unknown_call(position.turn)),
         Policy("odd characters", lambda position: turn_of(ODD)),
-        Policy("one word to the cap", lambda position: turn_of(("again " * length)[:length])),
+        Policy(
+            "one word to the cap", lambda position: turn_of(("again " * length)[:length])
+        ),
     ]
 
 
@@ -61,7 +79,9 @@ def oracles(record: Mapping[str, Any], answer_key: str) -> list[Policy]:
     answer = answer_of(record, answer_key)
     policies = []
     for name, form in ORACLE_FORMS.items() if answer else ():
-        policies.append(Policy(f"oracle, {name}", constant(form.format(answer)), may_know=True))
+        policies.append(
+            Policy(f"oracle, {name}", constant(form.format(answer)), may_know=True)
+        )
     return policies
 
 
@@ -90,7 +110,9 @@ def _random_words(position: Position) -> Turn:
 
 
 def _broken_call() -> Turn:
-    return Turn(CALL, text=CALL, content="", errors=["the arguments of no_such_tool are not JSON"])
+    return Turn(
+        CALL, text=CALL, content="", errors=["the arguments of no_such_tool are not JSON"]
+    )
 
 
 def _unknown_call(turn: int) -> Turn:

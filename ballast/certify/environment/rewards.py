@@ -50,7 +50,9 @@ def totals_of(episodes: Iterable[PlayedEpisode]) -> dict[str, list[float]]:
 def best_oracle(totals: Mapping[str, Sequence[float]]) -> str:
     """Return the form of the answer that is paid most, or ""."""
     oracles = {
-        policy: fmean(paid) for policy, paid in totals.items() if policy.startswith("oracle,") and paid
+        policy: fmean(paid)
+        for policy, paid in totals.items()
+        if policy.startswith("oracle,") and paid
     }
     return max(oracles, key=lambda policy: oracles[policy]) if oracles else ""
 
@@ -73,7 +75,10 @@ def payment_findings(payments: Payments) -> list[Finding]:
     best = max(others, key=lambda policy: others[policy], default="")
     lowest = min(others.values(), default=oracle)
     wins = best and oracle > others[best] + EPSILON
-    punished = min(mean for policy, mean in means.items() if policy.startswith("oracle,")) < lowest - EPSILON
+    punished = (
+        min(mean for policy, mean in means.items() if policy.startswith("oracle,"))
+        < lowest - EPSILON
+    )
     if best and (oracle < others[best] - EPSILON or (punished and not wins)):
         return [_losing_oracle(payments, best)]
     threshold = oracle - NEAR * (oracle - lowest)

@@ -55,16 +55,22 @@ def _calls(names: Set[str], marker: Path) -> list[tuple[str, dict[str, Any], str
     """Return calls: a name, arguments, and what the answer holds."""
     calls: list[tuple[str, dict[str, Any], str]] = []
     if "write_file" in names:
-        calls.append(("write_file", {"path": "certify/words", "content": WORDS}, "bytes written"))
+        calls.append(
+            ("write_file", {"path": "certify/words", "content": WORDS}, "bytes written")
+        )
     if names >= {"write_file", "read_file"}:
         calls.append(("read_file", {"path": "certify/words"}, WORDS))
     if "shell" in names:
         calls.append(("shell", {"command": f"echo {WORDS}"}, WORDS))
-        calls.append(("shell", {"command": f"touch {shlex.quote(str(marker))}; echo {WORDS}"}, WORDS))
+        calls.append(
+            ("shell", {"command": f"touch {shlex.quote(str(marker))}; echo {WORDS}"}, WORDS)
+        )
     return calls
 
 
-async def _answer(environment: RemoteEnvironment, name: str, arguments: dict[str, Any]) -> str:
+async def _answer(
+    environment: RemoteEnvironment, name: str, arguments: dict[str, Any]
+) -> str:
     observation = await environment.step(Turn("", tool_calls=[tool_call(name, arguments)]))
     assert isinstance(observation.text, list)
     return str(observation.text[-1]["content"])

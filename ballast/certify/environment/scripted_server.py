@@ -38,7 +38,10 @@ class Script:
             position = Position(as_text(messages[-1:]), len(self.texts))
             self.texts.append(as_text(messages if not self.texts else messages[-1:]))
         turn = self.policy.answer(position)
-        message: dict[str, Any] = {"role": "assistant", "content": turn.content or turn.text}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": turn.content or turn.text,
+        }
         if turn.tool_calls:
             message["tool_calls"] = [_as_text_arguments(call) for call in turn.tool_calls]
         return message
@@ -71,12 +74,26 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.path.endswith(ROUTE):
             self.server.script.other_routes.append(self.path)
             self._send(
-                404, {"error": {"message": f"{self.path}: not served", "type": "invalid_request_error"}}
+                404,
+                {
+                    "error": {
+                        "message": f"{self.path}: not served",
+                        "type": "invalid_request_error",
+                    }
+                },
             )
             return
         message = self.server.script.answer(request["messages"])
         if message is None:
-            self._send(ENDED, {"error": {"message": "the episode is over", "type": "invalid_request_error"}})
+            self._send(
+                ENDED,
+                {
+                    "error": {
+                        "message": "the episode is over",
+                        "type": "invalid_request_error",
+                    }
+                },
+            )
         elif request.get("stream"):
             self._stream(message)
         else:
@@ -94,7 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        calls = [
+            {"index": number, **call}
+            for number, call in enumerate(message.get("tool_calls", ()))
+        ]
         delta = message | ({"tool_calls": calls} if calls else {})
         chunk = completion("chat.completion.chunk", {"delta": delta})
         self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())

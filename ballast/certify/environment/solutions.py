@@ -16,7 +16,9 @@ FULL = 1.0
 SOLUTION_SECONDS = 3600.0  # a solution may take as long as an agent
 
 
-async def check_solutions(target: TriedEnvironment, records: Sequence[Record]) -> tuple[list[Finding], int]:
+async def check_solutions(
+    target: TriedEnvironment, records: Sequence[Record]
+) -> tuple[list[Finding], int]:
     """Return the findings of all records, and how many were solved. None are if the class has no `solve`."""
     pool = EnvironmentPool(target.packed, max(target.timeout_s, SOLUTION_SECONDS))
     findings = []
@@ -85,6 +87,8 @@ def _unpaid(place: str, solution: Observation) -> Finding:
         level=Level.CERTAIN if nothing else Level.NOTE,
         problem=f"the task's own solution has a reward of {solution.reward:g}, below {FULL:g}",
         place=place,
-        advice="mend the solution or the tests, or leave the task out" if nothing else "is it the maximum?",
+        advice="mend the solution or the tests, or leave the task out"
+        if nothing
+        else "is it the maximum?",
         evidence=f"reward {solution.reward:g}",
     )

@@ -51,17 +51,23 @@ class TriedTools:
     def functions(self) -> list[dict[str, Any]]:
         """Schemas of those that run outside of a sandbox."""
         functions = [schema["function"] for schema in self.tools.schemas]
-        return [function for function in functions if function["name"] not in self.sandbox_names]
+        return [
+            function for function in functions if function["name"] not in self.sandbox_names
+        ]
 
     @property
     def sandbox_names(self) -> set[str]:
         """Names of those that act in the sample's sandbox."""
         if not self.sandbox.kind:
             return set()
-        return {schema["function"]["name"] for schema in self.tools.schemas} & set(sandbox_tools.__all__)
+        return {schema["function"]["name"] for schema in self.tools.schemas} & set(
+            sandbox_tools.__all__
+        )
 
 
-async def check_tools(target: TriedTools, texts: Sequence[str]) -> tuple[list[Finding], int]:
+async def check_tools(
+    target: TriedTools, texts: Sequence[str]
+) -> tuple[list[Finding], int]:
     """Return the findings, and how many calls were made. texts: prompts, whose words are arguments."""
     caller = Caller(target, target.new_pool())
     second = Caller(target, target.new_pool())
@@ -74,7 +80,9 @@ async def check_tools(target: TriedTools, texts: Sequence[str]) -> tuple[list[Fi
         await second.pool.stop()
     calls = caller.calls + second.calls
     if target.sandbox_names:
-        more, sandbox_calls = await check_sandbox_tools(target.sandbox, target.sandbox_names, PLACE)
+        more, sandbox_calls = await check_sandbox_tools(
+            target.sandbox, target.sandbox_names, PLACE
+        )
         findings += more
         calls += sandbox_calls
     return findings, calls
@@ -92,7 +100,9 @@ class Caller:
         """Return the content of the message that answers a call."""
         self.calls += 1
         async with self.pool.episode(self._schemas) as environment:
-            observation = await environment.step(Turn("", tool_calls=[tool_call(name, arguments)]))
+            observation = await environment.step(
+                Turn("", tool_calls=[tool_call(name, arguments)])
+            )
         assert isinstance(observation.text, list)
         return str(observation.text[-1]["content"])
 
@@ -121,13 +131,17 @@ async def _check_tool(
     return []
 
 
-def _good_arguments(function: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
+def _good_arguments(
+    function: Mapping[str, Any], texts: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return arguments that the schema allows, three sets of them."""
     properties = function.get("parameters", {}).get("properties", {})
     sets = []
     for number in range(3):
         text = texts[number % len(texts)]
-        sets.append({key: _value(schema, number, text) for key, schema in properties.items()})
+        sets.append(
+            {key: _value(schema, number, text) for key, schema in properties.items()}
+        )
     return sets
 
 
@@ -144,7 +158,10 @@ def _value(schema: Mapping[str, Any], number: int, text: str) -> Any:
         case "array":
             return [_value(schema.get("items", {}), number, text)]
         case "object":
-            return {key: _value(part, number, text) for key, part in schema.get("properties", {}).items()}
+            return {
+                key: _value(part, number, text)
+                for key, part in schema.get("properties", {}).items()
+            }
     return text
 
 
@@ -163,7 +180,9 @@ def _ended(name: str, arguments: Any, result: str) -> Finding:
         level=Level.CERTAIN,
         problem=f"the tool {name} {'does not answer in time' if hangs else 'ends its process'}",
         place=f"{PLACE}, {name}",
-        advice="give every wait a limit" if hangs else "raise an exception: the policy reads its text",
+        advice="give every wait a limit"
+        if hangs
+        else "raise an exception: the policy reads its text",
         evidence=f"{name}({_short(arguments)}): {result[:200]}",
     )
 
@@ -210,7 +229,9 @@ async def _remembers(
     )
 
 
-async def _runs_code(caller: Caller, function: Mapping[str, Any], good: dict[str, Any]) -> Finding | None:
+async def _runs_code(
+    caller: Caller, function: Mapping[str, Any], good: dict[str, Any]
+) -> Finding | None:
     """Name a tool that runs an argument as code or as a shell's command, outside of a sandbox."""
     texts = [key for key, value in good.items() if isinstance(value, str)]
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.migrate.rules import Recipe, Settings, fit_cap
-from ballast.migrate.systems import areal, nemo_rl, openrlhf, prime_rl, roll, skyrl, slime, trl, verl
+from ballast.migrate.systems import (
+    areal,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    roll,
+    skyrl,
+    slime,
+    trl,
+    verl,
+)
 
 
 def _as_it_is(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
@@ -45,9 +55,13 @@ def derive(system: str, recipe: Recipe, settings: Settings, to_decide: list[str]
     """Add the settings that follow from several keys, and the open questions to `to_decide`."""
     if system in SYSTEMS:
         SYSTEMS[system].derive(recipe, settings, to_decide)
-    if settings.get("rollout.placement") == "apart" and not settings.get("rollout.replicas"):
+    if settings.get("rollout.placement") == "apart" and not settings.get(
+        "rollout.replicas"
+    ):
         settings["rollout.replicas"] = 1
-        to_decide.append("rollout.replicas=1: the number of engines on GPUs of their own. Set yours.")
+        to_decide.append(
+            "rollout.replicas=1: the number of engines on GPUs of their own. Set yours."
+        )
     fit_cap(settings, to_decide)
 
 

@@ -102,7 +102,9 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
             f"algorithm.advantage={name}: whitened over the tokens of a step too there, by adv_norm."
         )
     if whitens and not whitened:
-        to_decide.append(f"algorithm.advantage={name}: it whitens, and there is no adv_norm there.")
+        to_decide.append(
+            f"algorithm.advantage={name}: it whitens, and there is no adv_norm there."
+        )
     if mean == "batch" or deviation == "batch":
         to_decide.append(
             f"algorithm.advantage={name}: rewards are normalised over the step there, by reward_norm."
@@ -113,7 +115,11 @@ def _rejection(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     """Weights come with rejection_sampling alone, and are those of the tokens that it keeps."""
     upper = settings.pop(f"{CORRECTION}rejection_high", None)
     level = recipe.get(f"{REJECTION}level")
-    if upper is None or level not in ("token", "sequence") or not is_on(recipe, "actor.use_decoupled_loss"):
+    if (
+        upper is None
+        or level not in ("token", "sequence")
+        or not is_on(recipe, "actor.use_decoupled_loss")
+    ):
         settings.pop(f"{CORRECTION}cap", None)
         return
     if recipe.get(f"{REJECTION}metric", "ratio") != "ratio":
@@ -134,7 +140,12 @@ def set_ranks(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     policy = _of_backend(recipe.get("actor.backend"))
     if policy:
         settings["policy.data_parallel"] = policy.pop("d", 1)
-        settings.update({f"policy.parallel.{WAYS[way]}_parallel": ranks for way, ranks in policy.items()})
+        settings.update(
+            {
+                f"policy.parallel.{WAYS[way]}_parallel": ranks
+                for way, ranks in policy.items()
+            }
+        )
     elif "actor.backend" in recipe:
         to_decide.append(
             f"policy.data_parallel: from actor.backend={recipe['actor.backend']}. Set policy.parallel too."
@@ -148,9 +159,15 @@ def set_ranks(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         if concurrent := above_0(settings.get("rollout.max_concurrent")):
             replicas = settings["rollout.replicas"]
             formula = f"max_concurrent_rollouts {concurrent} / {replicas} engines"
-            settings.compute("rollout.max_concurrent", max(1, concurrent // replicas), formula)
+            settings.compute(
+                "rollout.max_concurrent", max(1, concurrent // replicas), formula
+            )
 
 
 def _of_backend(value: Any) -> dict[str, int]:
     name = re.fullmatch(r"\w+:((?:[dtpce]\d+)+)", str(value))
-    return {way: int(ranks) for way, ranks in re.findall(r"([dtpce])(\d+)", name[1])} if name else {}
+    return (
+        {way: int(ranks) for way, ranks in re.findall(r"([dtpce])(\d+)", name[1])}
+        if name
+        else {}
+    )

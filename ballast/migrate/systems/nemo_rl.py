@@ -18,7 +18,11 @@ from ballast.migrate.rules import (
     updates_of_a_step,
 )
 
-SIZES = ("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+SIZES = (
+    "policy.train_global_batch_size",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+)
 SHAPING = "grpo.reward_shaping."
 SCHEDULER = "policy.scheduler"
 COLOCATED = "policy.generation.colocated."
@@ -51,10 +55,16 @@ SCHEDULES = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine", "LinearLR"
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Leave out sections that are not enabled, and FSDP2's optimiser beside Megatron's."""
-    switches = [key for key, value in recipe.items() if key.endswith(".enabled") and value is False]
-    off = tuple(key.removesuffix("enabled") for key in switches if key != f"{COLOCATED}enabled")
+    switches = [
+        key for key, value in recipe.items() if key.endswith(".enabled") and value is False
+    ]
+    off = tuple(
+        key.removesuffix("enabled") for key in switches if key != f"{COLOCATED}enabled"
+    )
     entries = {
-        key: value for key, value in recipe.items() if key.endswith(".enabled") or not key.startswith(off)
+        key: value
+        for key, value in recipe.items()
+        if key.endswith(".enabled") or not key.startswith(off)
     }
     if is_on(recipe, f"{MEGATRON}enabled"):
         return leave_out(entries, "policy.dtensor_cfg.", "policy.optimizer", SCHEDULER)
@@ -80,7 +90,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 
 def set_optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if is_on(recipe, f"{MEGATRON}enabled"):
-        steps_to_updates(settings, "policy.optimizer.warmup_steps", "policy.optimizer.total_steps")
+        steps_to_updates(
+            settings, "policy.optimizer.warmup_steps", "policy.optimizer.total_steps"
+        )
         least = number(recipe, f"{MEGATRON}optimizer.min_lr", 0.0)
         if least and settings.get("policy.optimizer.schedule", "constant") != "constant":
             share = least / settings.get("policy.optimizer.learning_rate", 1e-6)
@@ -92,22 +104,31 @@ def set_optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
     for part in parts if isinstance(parts, list) else []:
         name = str(part.get("name", "")).rpartition(".")[2]
         arguments = part.get("kwargs") or {}
-        if name == "LinearLR" and arguments.get("start_factor", 1 / 3) < arguments.get("end_factor", 1.0):
+        if name == "LinearLR" and arguments.get("start_factor", 1 / 3) < arguments.get(
+            "end_factor", 1.0
+        ):
             steps = arguments.get("total_iters", 5)
             updates = updates_of_a_step(settings)
-            formula = f"total_iters {steps} of LinearLR x {updates} optimiser steps of a step"
+            formula = (
+                f"total_iters {steps} of LinearLR x {updates} optimiser steps of a step"
+            )
             settings.compute("policy.optimizer.warmup_steps", steps * updates, formula)
         elif name in SCHEDULES:
             settings["policy.optimizer.schedule"] = SCHEDULES[name]
         elif name:
-            to_decide.append(f"policy.optimizer.schedule: {name} has no counterpart. Choose one.")
+            to_decide.append(
+                f"policy.optimizer.schedule: {name} has no counterpart. Choose one."
+            )
 
 
 def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if settings.get("algorithm.advantage") == "reinforce_plus_plus_baseline":
         if recipe.get("grpo.adv_estimator.minus_baseline") is False:
             settings["algorithm.advantage"] = "reinforce_plus_plus"
-    elif any(is_on(recipe, f"grpo.{section}{LEAVE_ONE_OUT}") for section in ("", "adv_estimator.")):
+    elif any(
+        is_on(recipe, f"grpo.{section}{LEAVE_ONE_OUT}")
+        for section in ("", "adv_estimator.")
+    ):
         if settings.get("algorithm.normalize_by_std", True):
             to_decide.append(
                 "algorithm.advantage=grpo: mean and deviation of the group's other samples there, of all "
@@ -120,12 +141,16 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
 def _loss(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if settings.get("algorithm.loss.kl_coefficient"):
         on_policy = is_on(recipe, "loss_fn.use_on_policy_kl_approximation")
-        settings["algorithm.loss.kl_correction"] = "importance" if on_policy else "straight_through"
+        settings["algorithm.loss.kl_correction"] = (
+            "importance" if on_policy else "straight_through"
+        )
     if settings.get(f"{CORRECTION}rejection", "none") != "none":
         settings[f"{CORRECTION}rejection_high"] = number(recipe, CAP, 2.0)
     elif settings.get(f"{CORRECTION}weights") == "token" and recipe.get(CAP) is None:
         settings[f"{CORRECTION}cap"] = 1e6
-        to_decide.append(f"{CORRECTION}cap=1000000.0: weights have no cap there. 2 is the default here.")
+        to_decide.append(
+            f"{CORRECTION}cap=1000000.0: weights have no cap there. 2 is the default here."
+        )
 
 
 def _shaping(recipe: Recipe, settings: Settings) -> None:
@@ -134,7 +159,9 @@ def _shaping(recipe: Recipe, settings: Settings) -> None:
     if not buffer:
         return
     longest = settings.get("rollout.sampling.max_new_tokens", 1024)
-    tokens = longest - (above_0(recipe.get(f"{SHAPING}max_response_length")) or longest) + buffer
+    tokens = (
+        longest - (above_0(recipe.get(f"{SHAPING}max_response_length")) or longest) + buffer
+    )
     if tokens > 0:
         penalty = number(recipe, f"{SHAPING}overlong_buffer_penalty", 1.0)
         formula = f"overlong_buffer_length {buffer}, max_response_length and max_new_tokens {longest}"
@@ -154,7 +181,9 @@ def set_ranks(recipe: Recipe, settings: Settings) -> None:
         settings.compute("rollout.replicas", max(1, of_engines // ranks), formula)
         gpus -= of_engines
     ranks = ranks_of_a_model(settings)
-    settings.compute("policy.data_parallel", max(1, gpus // ranks), f"{gpus} GPUs / {ranks} of one model")
+    settings.compute(
+        "policy.data_parallel", max(1, gpus // ranks), f"{gpus} GPUs / {ranks} of one model"
+    )
 
 
 def _product(recipe: Recipe, keys: tuple[str, ...]) -> int:

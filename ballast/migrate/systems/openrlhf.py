@@ -122,7 +122,9 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     keys: dict[str, Any] = {}
     for key, value in recipe.items():
         if key not in JOB_FLAGS:
-            keys |= dict.fromkeys(PRESENT_NAMES.get(key.replace("-", "_"), key).split(), value)
+            keys |= dict.fromkeys(
+                PRESENT_NAMES.get(key.replace("-", "_"), key).split(), value
+            )
     if not above_0(keys.get("eval.steps")):
         keys.pop("eval.dataset", None)
     if keys.get("algo.kl.use_loss"):
@@ -135,7 +137,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if above_0(recipe.get("ds.ring_attn_size")) > 1:
         settings["policy.parallel.context_parallel_method"] = "ring"
     nodes = count(recipe, "actor.num_nodes", 1, to_decide)
-    set_data_parallel(settings, nodes, count(recipe, "actor.num_gpus_per_node", 8, to_decide))
+    set_data_parallel(
+        settings, nodes, count(recipe, "actor.num_gpus_per_node", 8, to_decide)
+    )
     if recipe.get("train.async_enable"):
         settings["rollout.placement"] = "apart"
         settings["rollout.max_staleness"] = recipe.get("train.async_queue_size", 1)
@@ -153,12 +157,16 @@ def _data(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings["data.train"] = paths[0]
     elif len(paths) > 1:
         weights = str(recipe.get("data.prompt_probs", "")).split(",")
-        are_numbers = all(weight.strip().replace(".", "", 1).isdigit() for weight in weights)
+        are_numbers = all(
+            weight.strip().replace(".", "", 1).isdigit() for weight in weights
+        )
         if are_numbers and len(weights) == len(paths):
             settings["data.sources"] = dict(zip(paths, map(float, weights), strict=True))
         else:
             settings["data.sources"] = shares_of(paths, to_decide)
-    if above_0(recipe.get("data.max_images_per_prompt")) and not recipe.get("actor.freeze_visual_encoder"):
+    if above_0(recipe.get("data.max_images_per_prompt")) and not recipe.get(
+        "actor.freeze_visual_encoder"
+    ):
         settings["model.train_vision"] = True
 
 
@@ -174,7 +182,9 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         response = length - min(1024, length // 2)
         formula = f"data.max_len {length} - {length - response} for the prompt"
         settings.compute("rollout.sampling.max_new_tokens", response, formula)
-        to_decide.append(f"rollout.sampling.max_new_tokens={response}: the rest of {length} there.")
+        to_decide.append(
+            f"rollout.sampling.max_new_tokens={response}: the rest of {length} there."
+        )
     formula = f"data.max_len {length} - rollout.max_new_tokens {response}"
     settings.compute("data.max_prompt_tokens", max(1, length - response), formula)
 
@@ -183,9 +193,13 @@ def _algorithm(recipe: Recipe, settings: Settings) -> None:
     move_discount(settings, ("reinforce_plus_plus", "reinforce_plus_plus_baseline"))
     for key in ("coefficient", "estimator"):
         if recipe.get("algo.kl.use_loss") and f"algorithm.kl_in_reward.{key}" in settings:
-            settings[f"algorithm.loss.kl_{key}"] = settings.pop(f"algorithm.kl_in_reward.{key}")
+            settings[f"algorithm.loss.kl_{key}"] = settings.pop(
+                f"algorithm.kl_in_reward.{key}"
+            )
     correction = "algorithm.loss.rollout_correction"
-    if settings.get("algorithm.loss.name") == "gspo":  # its ratios are to the sampler's log-probs then
+    if (
+        settings.get("algorithm.loss.name") == "gspo"
+    ):  # its ratios are to the sampler's log-probs then
         settings.pop(f"{correction}.weights", None)
     if settings.get(f"{correction}.weights", "none") == "none":
         settings.pop(f"{correction}.rejection", None)
@@ -202,11 +216,17 @@ def _rewards(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     location = str(recipe.get("reward.remote_url", ""))
     if location.endswith(".py"):
         settings["reward.function"] = f"{location}:reward_func"
-        to_decide.append(f"reward.function={location}:reward_func: its arguments differ. Adapt it.")
+        to_decide.append(
+            f"reward.function={location}:reward_func: its arguments differ. Adapt it."
+        )
     elif location:
-        to_decide.append(f"reward.function: {location} there. Write a function that asks it.")
+        to_decide.append(
+            f"reward.function: {location} there. Write a function that asks it."
+        )
     if agent := recipe.get("train.agent_func_path"):
-        to_decide.append(f"rollout.agent: {agent} there. Name an agent or environment of yours.")
+        to_decide.append(
+            f"rollout.agent: {agent} there. Name an agent or environment of yours."
+        )
     names = [name for name in str(settings.get("reward.model.path", "")).split(",") if name]
     if len(names) > 1:
         settings.pop("reward.model.path")

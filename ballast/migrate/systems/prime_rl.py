@@ -10,7 +10,10 @@ from ballast.migrate.rules import Recipe, Settings, above_0
 from controller.config.file import leaves
 from workers.errors import ConfigError
 
-SIZES = (("orchestrator.batch_size", "orchestrator.group_size"), ("batch_size", "rollouts_per_example"))
+SIZES = (
+    ("orchestrator.batch_size", "orchestrator.group_size"),
+    ("batch_size", "rollouts_per_example"),
+)
 SOURCE = "orchestrator.train.source"
 EVALUATION = "orchestrator.eval.source"
 ALGORITHM = "orchestrator.algo.type"
@@ -50,9 +53,13 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     for source in _sources(recipe, SOURCE)[:1]:
         for key, value in source.items():
             keys |= {
-                theirs + key.removeprefix(prefix): value for prefix, theirs in NAMES if key.startswith(prefix)
+                theirs + key.removeprefix(prefix): value
+                for prefix, theirs in NAMES
+                if key.startswith(prefix)
             }
-        if "advantage_range" in source.values():  # a gate: a group that scores alike does not enter the step
+        if (
+            "advantage_range" in source.values()
+        ):  # a gate: a group that scores alike does not enter the step
             keys["buffer.online_difficulty_filtering"] = True
     for source in _sources(recipe, EVALUATION)[:1]:
         eval_keys = source.keys() & {"group_size", "interval"}
@@ -90,7 +97,9 @@ def derive_environment(recipe: Recipe, settings: Settings, to_decide: list[str])
     """The environment's options stand behind its name. prime-rl has a list of environments."""
     sources = _sources(recipe, SOURCE) or [dict(recipe)]
     for source in sources[1:]:
-        to_decide.append(f"rollout.environment: one here. Left out is {source.get('env.taskset.id')}.")
+        to_decide.append(
+            f"rollout.environment: one here. Left out is {source.get('env.taskset.id')}."
+        )
     if name := _name_environment(sources[0]):
         settings["rollout.environment"] = settings["data.train"] = name
 
@@ -118,7 +127,11 @@ def _prompts_of_samples(recipe: Recipe, settings: Settings, to_decide: list[str]
             continue
         size = recipe[size_key]
         samples = recipe.get(samples_key)
-        if not isinstance(size, int) or not isinstance(samples, int) or min(size, samples) < 1:
+        if (
+            not isinstance(size, int)
+            or not isinstance(samples, int)
+            or min(size, samples) < 1
+        ):
             to_decide.append(
                 f"batch.prompts_per_step: {size_key}={size} samples needs {samples_key}. Divide it."
             )
@@ -138,8 +151,12 @@ def _add_lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> No
     response = above_0(settings.get("rollout.sampling.max_new_tokens"))
     if not response:
         formula = f"seq_len {length} - data.max_prompt_tokens {of_prompt}, at least 1024"
-        response = settings.compute("rollout.sampling.max_new_tokens", max(length - of_prompt, 1024), formula)
-        to_decide.append(f"rollout.sampling.max_new_tokens={response}: without a limit there. Set yours.")
+        response = settings.compute(
+            "rollout.sampling.max_new_tokens", max(length - of_prompt, 1024), formula
+        )
+        to_decide.append(
+            f"rollout.sampling.max_new_tokens={response}: without a limit there. Set yours."
+        )
     if length and settings.get("rollout.environment"):
         of_episode = max(length - of_prompt, response)
         formula = f"seq_len {length} - data.max_prompt_tokens {of_prompt}, at least a response of {response}"
@@ -156,13 +173,20 @@ def _add_gpus(recipe: Recipe, settings: Settings) -> None:
     of_a_node = above_0(recipe.get("deployment.gpus_per_node")) or 8
     groups = above_0(recipe.get("deployment.num_infer_replicas")) or 1
     for key, part, factor, of_one in (
-        ("policy.data_parallel", "train", 1, settings.get("policy.parallel.context_parallel")),
+        (
+            "policy.data_parallel",
+            "train",
+            1,
+            settings.get("policy.parallel.context_parallel"),
+        ),
         ("rollout.replicas", "infer", groups, settings.get("rollout.tensor_parallel")),
     ):
         nodes = above_0(recipe.get(f"deployment.num_{part}_nodes")) * factor * of_a_node
         if gpus := nodes or above_0(recipe.get(f"deployment.num_{part}_gpus")):
             ranks = above_0(of_one) or 1
-            settings.compute(key, max(1, gpus // ranks), f"{gpus} GPUs of {part} / {ranks} of one copy")
+            settings.compute(
+                key, max(1, gpus // ranks), f"{gpus} GPUs of {part} / {ranks} of one copy"
+            )
 
 
 def add_schedule(recipe: Recipe, settings: Settings) -> None:
@@ -170,7 +194,9 @@ def add_schedule(recipe: Recipe, settings: Settings) -> None:
     kind = recipe.get(f"{SCHEDULER}.type", "constant")
     if kind not in ("linear", "cosine"):
         return
-    settings["policy.optimizer.warmup_steps"] = above_0(recipe.get(f"{SCHEDULER}.warmup_steps", 10))
+    settings["policy.optimizer.warmup_steps"] = above_0(
+        recipe.get(f"{SCHEDULER}.warmup_steps", 10)
+    )
     decay = above_0(recipe.get(f"{SCHEDULER}.decay_steps", 10))
     if kind == "linear" and not decay:
         return
@@ -183,4 +209,6 @@ def add_schedule(recipe: Recipe, settings: Settings) -> None:
     if lowest and isinstance(lowest, int | float):
         peak = settings.get("policy.optimizer.learning_rate", 1e-6)
         formula = f"min_lr {lowest} / lr {peak}"
-        settings.compute("policy.optimizer.final_learning_rate_ratio", round(lowest / peak, 9), formula)
+        settings.compute(
+            "policy.optimizer.final_learning_rate_ratio", round(lowest / peak, 9), formula
+        )

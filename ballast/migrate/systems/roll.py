@@ -69,7 +69,8 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     off += ["actor_infer.generating_args.num_return_sequences"] if GROUP in recipe else []
     if any(key.startswith("student_train.") for key in recipe):
         named = {
-            re.sub(r"^student_(train|infer)\.", r"actor_\1.", key): value for key, value in recipe.items()
+            re.sub(r"^student_(train|infer)\.", r"actor_\1.", key): value
+            for key, value in recipe.items()
         }
         return leave_out(named, *off, *REWARDS) | {"adv_estimator": "pure_opd"}
     return leave_out(recipe, *off)
@@ -83,7 +84,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if f"{LORA}target" in recipe:
         settings.setdefault("model.lora.rank", 8)
         settings.setdefault("model.lora.alpha", 2.0 * settings["model.lora.rank"])
-    if not str(recipe.get(f"{TRAIN}strategy_args.strategy_name", "")).startswith("megatron"):
+    if not str(recipe.get(f"{TRAIN}strategy_args.strategy_name", "")).startswith(
+        "megatron"
+    ):
         decay_all(settings)
     set_ranks(recipe, settings)
     _mini_batches(recipe, settings, to_decide)
@@ -116,7 +119,9 @@ def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         )
     elif train:
         settings["data.train"] = train
-    set_validation(paths_of(recipe.get("validation.data_args.file_name")), settings, to_decide)
+    set_validation(
+        paths_of(recipe.get("validation.data_args.file_name")), settings, to_decide
+    )
 
 
 def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -130,12 +135,18 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         settings["algorithm.gae.whiten"] = whitened
     if name == "reinforce_plus_plus" and recipe.get("norm_mean_type") == "group":
         baseline = whitened and recipe.get("norm_std_type") is None
-        name = settings["algorithm.advantage"] = "reinforce_plus_plus_baseline" if baseline else "grpo"
+        name = settings["algorithm.advantage"] = (
+            "reinforce_plus_plus_baseline" if baseline else "grpo"
+        )
         settings["algorithm.normalize_by_std"] = recipe.get("norm_std_type") == "group"
     if name == "reinforce_plus_plus" and not whitened:
-        to_decide.append(f"algorithm.advantage={name}: it whitens, and whiten_advantages is off there.")
+        to_decide.append(
+            f"algorithm.advantage={name}: it whitens, and whiten_advantages is off there."
+        )
     if name == "grpo" and whitened:
-        to_decide.append(f"algorithm.advantage={name}: whitened over the tokens of a step too there.")
+        to_decide.append(
+            f"algorithm.advantage={name}: whitened over the tokens of a step too there."
+        )
 
 
 def _loss(recipe: Recipe, settings: Settings) -> None:
@@ -146,7 +157,9 @@ def _loss(recipe: Recipe, settings: Settings) -> None:
         settings["algorithm.loss.clip_high"] = number(recipe, "pg_clip_high", 0.2)
     if is_on(recipe, "dual_clip_loss"):
         clip = number(recipe, "pg_clip", 0.2)
-        settings.compute("algorithm.loss.dual_clip", 1 + 2 * clip, f"1 + 2 x pg_clip {clip}")
+        settings.compute(
+            "algorithm.loss.dual_clip", 1 + 2 * clip, f"1 + 2 x pg_clip {clip}"
+        )
 
 
 def set_ranks(recipe: Recipe, settings: Settings) -> None:
@@ -184,7 +197,9 @@ def _mini_batches(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
         accumulated = recipe.get(ACCUMULATION, 1)
         formula = f"{samples} samples of a step / ({SIZE} {recipe[SIZE]} x {ACCUMULATION} {accumulated}"
         formula += f" x {ranks} ranks)"
-        settings.compute("batch.mini_batches", max(1, round(samples / ranks / of_a_rank)), formula)
+        settings.compute(
+            "batch.mini_batches", max(1, round(samples / ranks / of_a_rank)), formula
+        )
         return
     to_decide.append(
         f"batch.mini_batches: rollout_batch_size x num_return_sequences_in_group / ({SIZE}="

@@ -38,7 +38,11 @@ ONLY_WITH = (
     (f"{ALGORITHM}kl_ctrl.kl_target", f"{ALGORITHM}kl_ctrl.type", ("adaptive",)),
     (f"{ALGORITHM}tis_imp_ratio_cap", f"{ALGORITHM}use_tis", (True,)),
     (f"{CORRECTION}token_tis_ratio_clip_high", f"{CORRECTION}tis_ratio_type", ("token",)),
-    (f"{CORRECTION}sequence_tis_ratio_clip_high", f"{CORRECTION}tis_ratio_type", ("sequence",)),
+    (
+        f"{CORRECTION}sequence_tis_ratio_clip_high",
+        f"{CORRECTION}tis_ratio_type",
+        ("sequence",),
+    ),
     (f"{CORRECTION}geo_mask_*", f"{CORRECTION}sequence_mask_metric", ("geometric",)),
     (f"{CORRECTION}product_mask_*", f"{CORRECTION}sequence_mask_metric", ("product",)),
     ("trainer.fully_async.max_staleness_steps", "trainer.fully_async.enabled", (True,)),
@@ -48,7 +52,14 @@ SIZES = ("trainer.policy_mini_batch_size", "trainer.train_batch_size", "")
 NODES = "trainer.placement.policy_num_nodes"
 GPUS_OF_A_NODE = "trainer.placement.policy_num_gpus_per_node"
 SHARD = "trainer.policy.fsdp_config.fsdp_size"
-KEYS = (SIZES[0], "trainer.critic_mini_batch_size", NODES, GPUS_OF_A_NODE, SHARD, "trainer.epochs")
+KEYS = (
+    SIZES[0],
+    "trainer.critic_mini_batch_size",
+    NODES,
+    GPUS_OF_A_NODE,
+    SHARD,
+    "trainer.epochs",
+)
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
@@ -61,14 +72,19 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 
 def _counts(key: str, recipe: Recipe) -> bool:
     return all(
-        recipe.get(switch) in values for pattern, switch, values in ONLY_WITH if fnmatchcase(key, pattern)
+        recipe.get(switch) in values
+        for pattern, switch, values in ONLY_WITH
+        if fnmatchcase(key, pattern)
     )
 
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
     ask_for_critics_size(
-        recipe.get(SIZES[0]), recipe.get("trainer.critic_mini_batch_size"), settings, to_decide
+        recipe.get(SIZES[0]),
+        recipe.get("trainer.critic_mini_batch_size"),
+        settings,
+        to_decide,
     )
     nodes = count(recipe, NODES, 1, to_decide)
     of_a_node = count(recipe, GPUS_OF_A_NODE, 1, to_decide)
@@ -104,8 +120,12 @@ def _algorithm(recipe: Recipe, settings: Settings) -> None:
     if settings.get("algorithm.advantage") == "gae":
         settings["critic.loss.aggregation"] = "sequence_mean_token_mean"
     if recipe.get(f"{ALGORITHM}use_kl_in_reward") is True:
-        settings["algorithm.kl_in_reward.coefficient"] = recipe.get(f"{ALGORITHM}kl_loss_coef")
-        settings["algorithm.kl_in_reward.estimator"] = settings.pop("algorithm.loss.kl_estimator", "k3")
+        settings["algorithm.kl_in_reward.coefficient"] = recipe.get(
+            f"{ALGORITHM}kl_loss_coef"
+        )
+        settings["algorithm.kl_in_reward.estimator"] = settings.pop(
+            "algorithm.loss.kl_estimator", "k3"
+        )
     if recipe.get(f"{ALGORITHM}use_entropy_loss") is True:
         settings.setdefault("algorithm.loss.entropy_coefficient", 0.01)
     if f"{CORRECTION}token_mask_is_threshold_low" in recipe:

@@ -40,7 +40,11 @@ FILTER = "filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Drop what nothing reads without its switch, and add the program where it is the asynchronous one."""
-    keys = {key.replace("_", "-"): value for key, value in recipe.items() if key not in JOB_FLAGS}
+    keys = {
+        key.replace("_", "-"): value
+        for key, value in recipe.items()
+        if key not in JOB_FLAGS
+    }
     if not keys.get("use-opd"):
         keys.pop("opd-kl-coef", None)
     if keys.get("advantage-estimator", "grpo") in ("grpo", "gspo", "cispo"):
@@ -55,7 +59,9 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
     nodes = count(recipe, "actor-num-nodes", 1, to_decide)
-    set_data_parallel(settings, nodes, count(recipe, "actor-num-gpus-per-node", 8, to_decide))
+    set_data_parallel(
+        settings, nodes, count(recipe, "actor-num-gpus-per-node", 8, to_decide)
+    )
     gpus_of_engines = above_0(recipe.get("rollout-num-gpus"))
     if settings.get("rollout.placement") == "apart" and gpus_of_engines:
         ranks = settings.get("rollout.tensor_parallel", 1)
@@ -67,9 +73,15 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     _validation(recipe, settings, to_decide)
     if "fully_async" in str(recipe.get("rollout-function-path")):
         settings["rollout.max_staleness"] = 1
-        to_decide.append("rollout.max_staleness=1: more there, as many as engines take. Raise it.")
-    elif path := recipe.get("custom-generate-function-path", recipe.get("rollout-function-path")):
-        to_decide.append(f"rollout.agent: {path} samples there. Name an agent or environment of yours.")
+        to_decide.append(
+            "rollout.max_staleness=1: more there, as many as engines take. Raise it."
+        )
+    elif path := recipe.get(
+        "custom-generate-function-path", recipe.get("rollout-function-path")
+    ):
+        to_decide.append(
+            f"rollout.agent: {path} samples there. Name an agent or environment of yours."
+        )
     if not recipe.get("use-rollout-logprobs"):
         ask_for_ratios(settings, to_decide)
     if "num-rollout" not in recipe:
@@ -85,12 +97,16 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if context := above_0(recipe.get("rollout-max-context-len")):
         response = above_0(settings.get("rollout.sampling.max_new_tokens"))
         formula = f"rollout-max-context-len {context} - {response} of a response"
-        prompt = settings.compute("data.max_prompt_tokens", max(1, context - response), formula)
+        prompt = settings.compute(
+            "data.max_prompt_tokens", max(1, context - response), formula
+        )
         to_decide.append(
             f"data.max_prompt_tokens={prompt}: a whole response fits behind it. There it is {context - 1}."
         )
     else:
-        to_decide.append("data.max_prompt_tokens: no limit there. 1024 here, longer ones are dropped.")
+        to_decide.append(
+            "data.max_prompt_tokens: no limit there. 1024 here, longer ones are dropped."
+        )
 
 
 def _optimisers(recipe: Recipe, settings: Settings) -> None:
@@ -98,7 +114,9 @@ def _optimisers(recipe: Recipe, settings: Settings) -> None:
     if isinstance(recipe.get("min-lr"), int | float):
         least = recipe["min-lr"]
         settings.compute(
-            "policy.optimizer.final_learning_rate_ratio", least / rate, f"min-lr {least} / {rate}"
+            "policy.optimizer.final_learning_rate_ratio",
+            least / rate,
+            f"min-lr {least} / {rate}",
         )
     if settings.get("algorithm.advantage") == "gae":
         for key, value in list(settings.items()):
@@ -113,23 +131,35 @@ def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         settings.pop("algorithm.loss.aggregation", None)
     advantage = settings.get("algorithm.advantage", "grpo")
     if recipe.get("normalize-advantages") and advantage == "grpo":
-        to_decide.append("algorithm.advantage=grpo: normalize-advantages has no counterpart with it.")
+        to_decide.append(
+            "algorithm.advantage=grpo: normalize-advantages has no counterpart with it."
+        )
     if settings.get("algorithm.kl_in_reward.coefficient"):
-        settings["algorithm.kl_in_reward.estimator"] = settings.get("algorithm.loss.kl_estimator", "k3")
+        settings["algorithm.kl_in_reward.estimator"] = settings.get(
+            "algorithm.loss.kl_estimator", "k3"
+        )
     if path := recipe.get("dynamic-sampling-filter-path"):
         settings["algorithm.zero_variance_groups"] = "replace"
         if not str(path).endswith(FILTER):
             settings["algorithm.group_filter"] = function_of(str(path))
     if path := recipe.get("custom-rm-path"):
         function = settings["reward.function"] = function_of(str(path))
-        to_decide.append(f"reward.function={function}: its arguments differ, see docs/your-own.md.")
+        to_decide.append(
+            f"reward.function={function}: its arguments differ, see docs/your-own.md."
+        )
     elif "rm-type" in recipe:
-        to_decide.append(f"reward.function: rm-type {recipe['rm-type']} there. Write a function.")
+        to_decide.append(
+            f"reward.function: rm-type {recipe['rm-type']} there. Write a function."
+        )
     if recipe.get("use-opd"):
         settings.setdefault("algorithm.loss.distillation.coefficient", 1.0)
         settings["algorithm.loss.distillation.over"] = "token"
-        teacher = settings["teacher.path"] = str(recipe.get("opd-teacher-load", "models/teacher"))
-        to_decide.append(f"teacher.path={teacher}: name the teacher's folder of Hugging Face.")
+        teacher = settings["teacher.path"] = str(
+            recipe.get("opd-teacher-load", "models/teacher")
+        )
+        to_decide.append(
+            f"teacher.path={teacher}: name the teacher's folder of Hugging Face."
+        )
 
 
 def _validation(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -140,4 +170,6 @@ def _validation(recipe: Recipe, settings: Settings, to_decide: list[str]) -> Non
     set_validation(value[1::2] if pairs else [value], settings, to_decide)
     for key in ("temperature", "top_p", "top_k"):
         if f"rollout.sampling.{key}" in settings:
-            settings.setdefault(f"validation.sampling.{key}", settings[f"rollout.sampling.{key}"])
+            settings.setdefault(
+                f"validation.sampling.{key}", settings[f"rollout.sampling.{key}"]
+            )

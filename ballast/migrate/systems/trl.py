@@ -13,7 +13,13 @@ from ballast.migrate.rules import (
     updates_of_a_step,
     updates_to_steps,
 )
-from ballast.migrate.systems.trl_rewards import FUNCTIONS, TOOLS, WEIGHTS, add_rewards, name_tools
+from ballast.migrate.systems.trl_rewards import (
+    FUNCTIONS,
+    TOOLS,
+    WEIGHTS,
+    add_rewards,
+    name_tools,
+)
 
 PROCESSES = "num_processes"
 TRAINERS = (
@@ -60,7 +66,11 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 
 def apply_switches(recipe: Recipe) -> dict[str, Any]:
     """Return the keys that count: `no_x` is x=false, adapters need use_peft, warm-up below 1 is a share."""
-    keys = {key: value for key, value in recipe.items() if not (key.startswith("no_") and value is True)}
+    keys = {
+        key: value
+        for key, value in recipe.items()
+        if not (key.startswith("no_") and value is True)
+    }
     keys |= {key.removeprefix("no_"): False for key in recipe.keys() - keys.keys()}
     warmup = keys.get("warmup_steps")
     if isinstance(warmup, float) and 0 < warmup < 1:
@@ -90,12 +100,16 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings.compute("run.steps", max(1, episodes // prompts), formula)
     of_processes = "total_episodes" in recipe or "generation_batch_size" in recipe
     if of_processes and "run.steps" in settings and not above_0(recipe.get(PROCESSES)):
-        to_decide.append(f"run.steps={settings['run.steps']}: of one GPU, like a step. Change both.")
+        to_decide.append(
+            f"run.steps={settings['run.steps']}: of one GPU, like a step. Change both."
+        )
     ask_for_steps(recipe.get("num_train_epochs", 3), settings, to_decide)
     updates_to_steps(settings, "run.checkpoint_every", "validation.every")
     if settings.get("algorithm.loss.aggregation") == "sequence_mean_token_sum_norm":
         length = settings.get("rollout.sampling.max_new_tokens", 512)
-        settings.compute("algorithm.loss.constant_length", length, f"max_completion_length {length}")
+        settings.compute(
+            "algorithm.loss.constant_length", length, f"max_completion_length {length}"
+        )
     if "data.max_prompt_tokens" not in settings:
         to_decide.append(
             "data.max_prompt_tokens: without a limit there, and longer prompts are dropped here. Set yours."
@@ -103,12 +117,20 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if "rollout.max_turns" in settings:  # the first turn, and one after each round of calls
         rounds = settings["rollout.max_turns"]
         length = settings.get("rollout.sampling.max_new_tokens", 512)
-        settings.compute("rollout.max_turns", rounds + 1, f"max_tool_calling_iterations {rounds} + 1")
+        settings.compute(
+            "rollout.max_turns", rounds + 1, f"max_tool_calling_iterations {rounds} + 1"
+        )
         formula = f"max_completion_length {length}, of all turns there"
         settings.compute("rollout.max_episode_tokens", length, formula)
     if recipe.get("trainer") == "PPOTrainer":  # one optimiser has both models
-        of_policy = {key: value for key, value in settings.items() if key.startswith("policy.optimizer.")}
-        settings.update({key.replace("policy", "critic", 1): value for key, value in of_policy.items()})
+        of_policy = {
+            key: value
+            for key, value in settings.items()
+            if key.startswith("policy.optimizer.")
+        }
+        settings.update(
+            {key.replace("policy", "critic", 1): value for key, value in of_policy.items()}
+        )
     if recipe.get("trainer") == "AsyncGRPOTrainer":
         to_decide.append(
             f"rollout.max_staleness={settings['rollout.max_staleness']}: in updates of the engines' weights "
@@ -121,23 +143,35 @@ def _add_sizes(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     accumulated = count(recipe, "gradient_accumulation_steps", 1, to_decide)
     of_a_device = count(recipe, "per_device_train_batch_size", 8, to_decide)
     processes = above_0(recipe.get(PROCESSES)) or 1
-    of_all = of_a_device * count(recipe, "steps_per_generation", accumulated, to_decide) * processes
+    of_all = (
+        of_a_device
+        * count(recipe, "steps_per_generation", accumulated, to_decide)
+        * processes
+    )
     completions = count(recipe, "generation_batch_size", of_all, to_decide)
     update = of_a_device * accumulated * processes
     size = f"per_device_train_batch_size {of_a_device} x gradient_accumulation_steps {accumulated}"
     size += f" x {processes} processes"
     source = _name_generation(recipe, completions, size)
     prompts = max(1, completions // group)
-    settings.compute("batch.prompts_per_step", prompts, f"{source} / num_generations {group}")
+    settings.compute(
+        "batch.prompts_per_step", prompts, f"{source} / num_generations {group}"
+    )
     mini_batches = max(1, completions // update)
     if recipe.get("trainer") != "PPOTrainer":
-        settings.compute("batch.mini_batches", mini_batches, f"{completions} completions / ({size})")
+        settings.compute(
+            "batch.mini_batches", mini_batches, f"{completions} completions / ({size})"
+        )
     if above_0(recipe.get(PROCESSES)):
         return
     if "generation_batch_size" in recipe:
-        to_decide.append(f"batch.mini_batches={mini_batches}: of one GPU. Divide it by yours.")
+        to_decide.append(
+            f"batch.mini_batches={mini_batches}: of one GPU. Divide it by yours."
+        )
     else:
-        to_decide.append(f"batch.prompts_per_step={prompts}: of one GPU. Multiply it by yours.")
+        to_decide.append(
+            f"batch.prompts_per_step={prompts}: of one GPU. Multiply it by yours."
+        )
 
 
 def _name_generation(recipe: Recipe, completions: int, size: str) -> str:
@@ -174,7 +208,9 @@ def choose_modules(settings: Settings, to_decide: list[str]) -> None:
         )
         return
     if settings.get("model.lora.rank") == 0:
-        to_decide.append("model.lora.rank=0: lora_r is without use_peft there. Set a rank to train adapters.")
+        to_decide.append(
+            "model.lora.rank=0: lora_r is without use_peft there. Set a rank to train adapters."
+        )
     if settings.get("model.lora.rank") and "model.lora.target_modules" not in settings:
         modules = settings["model.lora.target_modules"] = "q_proj,v_proj"
         to_decide.append(

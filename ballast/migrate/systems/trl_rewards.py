@@ -45,7 +45,9 @@ def add_rewards(theirs: Mapping[str, Any], ours: Settings, to_decide: list[str])
     if models:
         ours["reward.model.path"] = models[0]
     for model in models[1:]:
-        to_decide.append(f"reward.model.path={models[0]}: one model here. Left out is {model}.")
+        to_decide.append(
+            f"reward.model.path={models[0]}: one model here. Left out is {model}."
+        )
     if list(functions.values()) == [1.0]:
         ours["reward.function"] = next(iter(functions))
     elif functions:
@@ -55,7 +57,9 @@ def add_rewards(theirs: Mapping[str, Any], ours: Settings, to_decide: list[str])
         # A script may define the same name.
         closest = CLOSEST.get(name) if module.startswith("trl.") else None
         change = (
-            f"Closest is {closest}" if closest else "Take `responses`, texts, in place of TRL's `completions`"
+            f"Closest is {closest}"
+            if closest
+            else "Take `responses`, texts, in place of TRL's `completions`"
         )
         to_decide.append(f"reward.functions: {reference}. {change}.")
 

@@ -65,8 +65,14 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     turns.
     """
     is_fixed = recipe.get(f"{KL}type") != "adaptive"
-    counting = {key: value for key, value in recipe.items() if not is_fixed or key not in OF_ADAPTIVE}
-    for key in OF_IMAGES & getattr(recipe, "defaults", frozenset()):  # read there where a record has images
+    counting = {
+        key: value
+        for key, value in recipe.items()
+        if not is_fixed or key not in OF_ADAPTIVE
+    }
+    for key in OF_IMAGES & getattr(
+        recipe, "defaults", frozenset()
+    ):  # read there where a record has images
         del counting[key]
     if f"{LORA_OF_MEGATRON}rank" in recipe:
         counting.setdefault(f"{LORA_OF_MEGATRON}alpha", 32)
@@ -87,16 +93,25 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
             f"batch.mini_batches={settings['batch.mini_batches']}: {prompts} prompts are not a multiple of "
             f"{mini}."
         )
-    for role, section in (("policy", f"{ACTOR}fsdp_config"), ("critic", "critic.model.fsdp_config")):
-        if recipe.get(f"{section}.param_offload") is True:  # it includes the optimiser's, in either order
+    for role, section in (
+        ("policy", f"{ACTOR}fsdp_config"),
+        ("critic", "critic.model.fsdp_config"),
+    ):
+        if (
+            recipe.get(f"{section}.param_offload") is True
+        ):  # it includes the optimiser's, in either order
             settings[f"{role}.cpu_offload"] = "all"
     _gpus(recipe, settings, to_decide)
     _optimizers(recipe, settings)
     _algorithm(recipe, settings, to_decide)
     _turns(recipe, settings, to_decide)
-    ask_for_critics_size(mini, recipe.get("critic.ppo_mini_batch_size", mini), settings, to_decide)
+    ask_for_critics_size(
+        mini, recipe.get("critic.ppo_mini_batch_size", mini), settings, to_decide
+    )
     ask_for_steps(recipe.get("trainer.total_epochs", 30), settings, to_decide)
-    is_frozen = recipe.get(f"{ACTOR}freeze_vision_tower") is True or settings.get("model.lora.rank")
+    is_frozen = recipe.get(f"{ACTOR}freeze_vision_tower") is True or settings.get(
+        "model.lora.rank"
+    )
     if "data.image_key" in settings and not is_frozen:
         settings["model.train_vision"] = True
     path = recipe.get("*custom_reward_function.path")
@@ -108,7 +123,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
             f"reward.function: verl's reward manager {manager} scores by data source. Write a function."
         )
     if "run.dir" in settings:
-        settings["run.dir"] = str(settings["run.dir"]).removesuffix(f"/{settings.get('run.name')}")
+        settings["run.dir"] = str(settings["run.dir"]).removesuffix(
+            f"/{settings.get('run.name')}"
+        )
 
 
 def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -123,7 +140,9 @@ def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 def _gpus(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     nodes = count(recipe, "trainer.nnodes", 1, to_decide)
     of_a_node = count(recipe, "trainer.n_gpus_per_node", 8, to_decide)
-    set_data_parallel(settings, nodes, of_a_node, recipe.get(f"{ACTOR}fsdp_config.fsdp_size"))
+    set_data_parallel(
+        settings, nodes, of_a_node, recipe.get(f"{ACTOR}fsdp_config.fsdp_size")
+    )
     settings["rollout.replicas"], settings["rollout.placement"] = 0, "colocated"
 
 
@@ -131,7 +150,12 @@ def _optimizers(recipe: Recipe, settings: Settings) -> None:
     """A schedule there counts steps of the trainer. Only Megatron's optimiser leaves out vectors."""
     roles = ("policy", "critic")
     steps_to_updates(
-        settings, *(f"{role}.optimizer.{name}_steps" for role in roles for name in ("warmup", "total"))
+        settings,
+        *(
+            f"{role}.optimizer.{name}_steps"
+            for role in roles
+            for name in ("warmup", "total")
+        ),
     )
     of_megatron = "megatron" if any(".megatron." in key for key in recipe) else "fsdp"
     if recipe.get("*.strategy", of_megatron) != "megatron":
@@ -140,7 +164,10 @@ def _optimizers(recipe: Recipe, settings: Settings) -> None:
 
 def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     move_discount(settings)
-    if settings.get("rollout.samples_per_prompt") == 1 and settings.get("algorithm.advantage") in GROUPS:
+    if (
+        settings.get("rollout.samples_per_prompt") == 1
+        and settings.get("algorithm.advantage") in GROUPS
+    ):
         to_decide.append(
             "rollout.samples_per_prompt: 1 there, and the estimator compares samples. Set 2 or more."
         )
@@ -149,9 +176,14 @@ def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         settings.setdefault("critic.loss.aggregation", aggregation)
     if aggregation == "sequence_mean_token_sum_norm":
         settings.setdefault(
-            "algorithm.loss.constant_length", settings.get("rollout.sampling.max_new_tokens", 512)
+            "algorithm.loss.constant_length",
+            settings.get("rollout.sampling.max_new_tokens", 512),
         )
-    if settings.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):  # they have a default there too
+    if settings.get("algorithm.loss.name") in (
+        "gspo",
+        "sapo",
+        "gmpo",
+    ):  # they have a default there too
         settings.pop("algorithm.loss.aggregation", None)
     _rejection(recipe.get(REJECTION), settings, to_decide)
 
@@ -163,13 +195,19 @@ def _rejection(bounds: Any, settings: Settings, to_decide: list[str]) -> None:
         return
     low, _, high = str(bounds).rpartition("_")
     try:
-        settings.compute(f"{section}.rejection_low", 1 / float(high), f"1 / {high} of {REJECTION}")
+        settings.compute(
+            f"{section}.rejection_low", 1 / float(high), f"1 / {high} of {REJECTION}"
+        )
         upper = 1 / float(low) if low else float(high)
         settings.compute(
-            f"{section}.rejection_high", upper, f"{'1 / ' * bool(low)}{low or high} of {REJECTION}"
+            f"{section}.rejection_high",
+            upper,
+            f"{'1 / ' * bool(low)}{low or high} of {REJECTION}",
         )
     except (ValueError, ZeroDivisionError):
-        to_decide.append(f"{section}.rejection_low: {REJECTION}={bounds} is not LOW_HIGH. Set the bounds.")
+        to_decide.append(
+            f"{section}.rejection_low: {REJECTION}={bounds} is not LOW_HIGH. Set the bounds."
+        )
 
 
 def _turns(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -181,4 +219,6 @@ def _turns(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     formula = f"data.max_response_length {length}, of all turns there"
     settings.compute("rollout.max_episode_tokens", length, formula)
     if "rollout.max_turns" not in settings:
-        to_decide.append("rollout.max_turns: there a response's length alone limits them. Set your limit.")
+        to_decide.append(
+            "rollout.max_turns: there a response's length alone limits them. Set your limit."
+        )

@@ -4,16 +4,30 @@ import numpy as np
 import pytest
 
 from balancing import CostModel, plan_statistics
-from balancing.analysis.comparison import ON_PIPELINES, OURS, STRATEGIES, Batch, compare, figures, plan_of
+from balancing.analysis.comparison import (
+    ON_PIPELINES,
+    OURS,
+    STRATEGIES,
+    Batch,
+    compare,
+    figures,
+    plan_of,
+)
 from balancing.analysis.statistics import time_grids
 from balancing.pipelines.pipeline import Pipeline
 
 QUADRATIC = CostModel(0.0, 1.0)
 
 
-def batch_of(lengths, mini_batches=1, ranks=2, max_tokens=100, cost_model=None, **arguments):
+def batch_of(
+    lengths, mini_batches=1, ranks=2, max_tokens=100, cost_model=None, **arguments
+):
     rows = np.array_split(np.arange(len(lengths)), mini_batches)
-    arguments |= {"ranks": ranks, "max_tokens": max_tokens, "cost_model": cost_model or CostModel.tokens()}
+    arguments |= {
+        "ranks": ranks,
+        "max_tokens": max_tokens,
+        "cost_model": cost_model or CostModel.tokens(),
+    }
     return Batch(np.array(lengths), {"mini_batches": rows, **arguments})
 
 
@@ -40,12 +54,16 @@ def test_a_padded_plan_takes_the_time_of_its_padded_rows():
 
 def test_every_strategy_computes_the_batch_and_ours_keeps_the_cap():
     rng = np.random.default_rng(0)
-    batch = batch_of(rng.integers(10, 500, 128).tolist(), mini_batches=2, ranks=4, max_tokens=1500)
+    batch = batch_of(
+        rng.integers(10, 500, 128).tolist(), mini_batches=2, ranks=4, max_tokens=1500
+    )
     outcomes = compare(batch)
     assert [outcome.name for outcome in outcomes] == list(STRATEGIES)
     given, ours = outcomes[0].figures, outcomes[-1].figures
     assert given["over cap"] == ours["over cap"] == 0
-    assert ours["over ideal"] == pytest.approx(plan_statistics(batch.plan())["imbalance/micro_steps"])
+    assert ours["over ideal"] == pytest.approx(
+        plan_statistics(batch.plan())["imbalance/micro_steps"]
+    )
     assert ours["over ideal"] < given["over ideal"]
     for outcome in outcomes:
         work = sum(grid.sum() for grid in time_grids(outcome.plan))
@@ -60,4 +78,6 @@ def test_on_a_pipeline_our_makespan_is_the_shortest():
     over = [outcome.figures["over ideal"] for outcome in outcomes]
     assert over[-1] == min(over) > 0
     (plan,) = [outcome.plan for outcome in outcomes if outcome.name == OURS]
-    assert 1 + over[-1] == pytest.approx(plan.predicted_makespans().sum() / (lengths.sum() / 4 / 4))
+    assert 1 + over[-1] == pytest.approx(
+        plan.predicted_makespans().sum() / (lengths.sum() / 4 / 4)
+    )

@@ -56,7 +56,11 @@ def test_adversarial_shapes_are_as_documented():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("normal", 5, 0), "name='normal'"), (("equal", 0, 0), "count=0"), (("equal", 2.5, 0), "count=2.5")],
+    [
+        (("normal", 5, 0), "name='normal'"),
+        (("equal", 0, 0), "count=0"),
+        (("equal", 2.5, 0), "count=2.5"),
+    ],
 )
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(OptionError, match=words):

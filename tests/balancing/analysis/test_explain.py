@@ -30,14 +30,28 @@ BATCHES = {
     "one huge": lambda: planned("one_huge", 64, 8, 2, 65536),
     "few sequences": lambda: planned("lognormal", 20, 8, 4, 16384),
     "padded for a pipeline": lambda: planned(
-        "lognormal", 256, 8, 2, 32768, layout="padded", length_multiple=64, min_count=4, multiple_of=4
+        "lognormal",
+        256,
+        8,
+        2,
+        32768,
+        layout="padded",
+        length_multiple=64,
+        min_count=4,
+        multiple_of=4,
     ),
-    "more micro-steps than needed": lambda: planned("lognormal", 40, 8, 1, 32768, min_count=4, multiple_of=4),
-    "few sequences a micro-batch": lambda: planned("lognormal", 256, 8, 2, 32768, max_sequences=2),
+    "more micro-steps than needed": lambda: planned(
+        "lognormal", 40, 8, 1, 32768, min_count=4, multiple_of=4
+    ),
+    "few sequences a micro-batch": lambda: planned(
+        "lognormal", 256, 8, 2, 32768, max_sequences=2
+    ),
     "given order": lambda: planned("lognormal", 256, 8, 2, 32768, algorithm="none"),
     "as verl does it": lambda: planned("lognormal", 256, 8, 2, 8192, algorithm="verl"),
     "tokens alone": lambda: planned("agentic", 200, 8, 1, 40000, cost_model=None),
-    "small ends": lambda: planned("lognormal", 256, 4, 2, 8192, pipeline=Pipeline(4), order="small_ends"),
+    "small ends": lambda: planned(
+        "lognormal", 256, 4, 2, 8192, pipeline=Pipeline(4), order="small_ends"
+    ),
 }
 
 
@@ -46,9 +60,13 @@ def test_every_advice_holds_when_it_is_followed(name):
     plan = BATCHES[name]()
     text, before = explain(plan), plan.predicted_makespans().sum()
     found = advice(plan)
-    assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
+    assert [each.gain for each in found] == sorted(
+        (each.gain for each in found), reverse=True
+    )
     for each in found:
-        after = replan(plan, each.changes).predicted_makespans().sum() / each.context_parallel
+        after = (
+            replan(plan, each.changes).predicted_makespans().sum() / each.context_parallel
+        )
         assert each.gain == pytest.approx(1 - after / before)
         assert each.gain >= 1e-3
         assert f"- {each}\n" in text
@@ -61,8 +79,14 @@ def test_every_advice_holds_when_it_is_followed(name):
     [
         ("long sequences", "max_tokens=65,536: "),
         ("long sequences", "max_tokens=131,072: "),
-        ("one huge", "twice the context parallelism, whose communication is not counted (ranks=4, "),
-        ("few sequences", "2 instead of 4 mini-batches, which changes the optimiser steps: "),
+        (
+            "one huge",
+            "twice the context parallelism, whose communication is not counted (ranks=4, ",
+        ),
+        (
+            "few sequences",
+            "2 instead of 4 mini-batches, which changes the optimiser steps: ",
+        ),
         ("more micro-steps than needed", "min_count=1, multiple_of=1: "),
         ("padded for a pipeline", 'layout="packed": '),
         ("few sequences a micro-batch", "max_sequences=4: "),
@@ -148,12 +172,17 @@ def test_waiting_by_cause_adds_up_to_the_plans_idle_share(
         ): 3, "max_tokens": 20}, "a remainder that no exchange evens out", 3 / 10, "over the"),
     ],
 )  # fmt: skip
-def test_each_cause_of_waiting_is_named_with_its_evidence(lengths, arguments, cause, waiting, evidence):
+def test_each_cause_of_waiting_is_named_with_its_evidence(
+    lengths, arguments, cause, waiting, evidence
+):
     plan = plan_batch(lengths, **arguments)
     (found,) = [finding for finding in findings(plan) if finding.waiting > 0]
     assert found.cause == cause
     assert waiting is None or found.waiting == pytest.approx(waiting)
-    assert f"{found.waiting:.2%} of the ranks' time waits for {cause}, in 1 micro-step: " in found.text
+    assert (
+        f"{found.waiting:.2%} of the ranks' time waits for {cause}, in 1 micro-step: "
+        in found.text
+    )
     assert evidence in found.text
     assert f"- {found.text}\n" in explain(plan)
 
@@ -166,8 +195,14 @@ def test_each_cause_of_waiting_is_named_with_its_evidence(lengths, arguments, ca
             "takes 2 micro-steps, the fewest that max_tokens=30 allows. Its micro-batches fill 100.0% of "
             "the cap",
         ),
-        ({"min_count": 3, "multiple_of": 2}, "as min_count=3 and multiple_of=2 ask, while the caps need 2"),
-        ({"pipeline": Pipeline(2)}, "because more of them fill and drain the pipeline sooner"),
+        (
+            {"min_count": 3, "multiple_of": 2},
+            "as min_count=3 and multiple_of=2 ask, while the caps need 2",
+        ),
+        (
+            {"pipeline": Pipeline(2)},
+            "because more of them fill and drain the pipeline sooner",
+        ),
     ],
 )
 def test_the_count_says_what_the_caps_need_and_what_was_asked_for(options, words):
@@ -178,8 +213,14 @@ def test_the_count_says_what_the_caps_need_and_what_was_asked_for(options, words
     ("options", "words"),
     [
         ({}, None),
-        ({"length_multiple": 8}, f"{1 - 16 / 24:.2%} of the computed tokens are padding, from alignment"),
-        ({"layout": "padded"}, f'{1 - 16 / 18:.2%} of the computed tokens are padding, from layout="padded"'),
+        (
+            {"length_multiple": 8},
+            f"{1 - 16 / 24:.2%} of the computed tokens are padding, from alignment",
+        ),
+        (
+            {"layout": "padded"},
+            f'{1 - 16 / 18:.2%} of the computed tokens are padding, from layout="padded"',
+        ),
     ],
 )
 def test_padding_is_found_where_there_is_any(options, words):

@@ -6,7 +6,13 @@ import numpy as np
 from PIL import Image
 
 from balancing import Pipeline, plan_batch
-from balancing.analysis.gantt import WAITING, chart_of_ranks, chart_of_stages, figure_of, svg_of
+from balancing.analysis.gantt import (
+    WAITING,
+    chart_of_ranks,
+    chart_of_stages,
+    figure_of,
+    svg_of,
+)
 
 EVEN = chart_of_ranks("after", [np.array([[1.0, 1.0]]), np.array([[1.0, 1.0]])], 2.0)
 UNEVEN = chart_of_ranks("before", [np.array([[2.0, 0.0]]), np.array([[1.5, 0.5]])], 2.0)
@@ -20,7 +26,13 @@ def words_of(svg):
 def test_a_page_can_hold_the_drawing_and_it_says_what_it_shows():
     svg = svg_of(figure_of([UNEVEN, EVEN]))
     words = words_of(svg)
-    for expected in ("before", "1.750 × ideal", "42.9% of rank time waits", "1.000 × ideal", "mini-batch 1"):
+    for expected in (
+        "before",
+        "1.750 × ideal",
+        "42.9% of rank time waits",
+        "1.000 × ideal",
+        "mini-batch 1",
+    ):
         assert expected in words
     assert svg == svg_of(figure_of([UNEVEN, EVEN]))
     assert "var(--waiting)" in svg

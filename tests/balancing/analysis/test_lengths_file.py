@@ -29,7 +29,10 @@ def write(folder, name, text):
         ("a.jsonl", '{"tokens": 5}\n{"tokens": 70}\n{"tokens": 9}', None),
         (
             "a.jsonl",
-            json.dumps({"ids": [1] * 5}) + "\n" + json.dumps({"ids": [1] * 70}) + '\n{"ids": 9}',
+            json.dumps({"ids": [1] * 5})
+            + "\n"
+            + json.dumps({"ids": [1] * 70})
+            + '\n{"ids": 9}',
             "ids",
         ),
         ("a.csv", "5\n70\n9\n", None),
@@ -45,7 +48,11 @@ def test_every_form_is_read(tmp_path, name, text, column):
 
 
 def test_a_runs_folder_gives_its_last_step_or_the_one_asked_for(tmp_path):
-    lines = [{"step": 1, "lengths": [5, 6]}, {"step": 12, "lengths": [7]}, {"step": 9, "lengths": [8]}]
+    lines = [
+        {"step": 1, "lengths": [5, 6]},
+        {"step": 12, "lengths": [7]},
+        {"step": 9, "lengths": [8]},
+    ]
     write(tmp_path, "lengths.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     assert read_lengths(tmp_path).tolist() == [7]
     assert read_lengths(tmp_path, step=1).tolist() == [5, 6]
@@ -55,7 +62,9 @@ def test_a_runs_folder_gives_its_last_step_or_the_one_asked_for(tmp_path):
 
 def test_parquet_is_read(tmp_path):
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"uid": ["a", "b"], "tokens": [5, 70], "ids": [[1, 2], [3]]}), path)
+    parquet.write_table(
+        pyarrow.table({"uid": ["a", "b"], "tokens": [5, 70], "ids": [[1, 2], [3]]}), path
+    )
     assert read_lengths(path).tolist() == [5, 70]
     assert read_lengths(path, column="ids").tolist() == [2, 1]
     with pytest.raises(LengthFileError, match="no column 'n', only 'uid', 'tokens', 'ids'"):
@@ -73,7 +82,11 @@ def test_parquet_is_read(tmp_path):
         ("a.jsonl", "5\n" + "1" * 5_000, "line 2 is not JSON: a number has more than"),
         ("a.json", "5", "holds no list"),
         ("a.json", "[]", "holds no lengths"),
-        ("a.json", '[5, {"n": 7}]', "entry 1 has no column 'length' or .*, only 'n'. Name one with --column"),
+        (
+            "a.json",
+            '[5, {"n": 7}]',
+            "entry 1 has no column 'length' or .*, only 'n'. Name one with --column",
+        ),
         ("a.json", '[5, "many"]', "not a number: .*many"),
         ("a.json", "[5, null]", "not a number: None"),
         ("a.json", "[5, true]", "not a number: True"),
@@ -92,7 +105,9 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, name, text, wor
     assert isinstance(caught.value, BalancingError)
 
 
-@pytest.mark.parametrize(("text", "words"), [("[5, 0]", r"\[1\] is 0"), ("[5, 2.5]", r"\[1\] is 2.5")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("[5, 0]", r"\[1\] is 0"), ("[5, 2.5]", r"\[1\] is 2.5")]
+)
 def test_lengths_below_one_or_broken_are_refused(tmp_path, text, words):
     with pytest.raises(LengthError, match=words):
         read_lengths(write(tmp_path, "a.json", text))
@@ -105,7 +120,8 @@ def test_missing_files_records_and_text_are_named(tmp_path):
     with pytest.raises(LengthFileError, match="/dev/zero cannot be read: it is not a file"):
         read_json(Path("/dev/zero"))
     with pytest.raises(
-        LengthFileError, match=r"lengths\.jsonl is not there. The run has recorded no lengths"
+        LengthFileError,
+        match=r"lengths\.jsonl is not there. The run has recorded no lengths",
     ):
         read_lengths(tmp_path)
     write(tmp_path, "lengths.jsonl", '{"step": 3}\n')

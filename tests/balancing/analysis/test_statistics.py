@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from balancing import CostModel, plan_batch, plan_statistics
-from balancing.analysis.statistics import ideal_time, indices_of, padding_share, predicted_grids, step_time
+from balancing.analysis.statistics import (
+    ideal_time,
+    indices_of,
+    padding_share,
+    predicted_grids,
+    step_time,
+)
 
 SQUARES = CostModel(0.0, 1.0)
 
@@ -12,7 +18,12 @@ SQUARES = CostModel(0.0, 1.0)
 def planned(**options):
     lengths = [10, 6, 3, 3, 2, 2]
     return plan_batch(
-        lengths, ranks=2, mini_batches=[[0, 1], [2, 3, 4, 5]], max_tokens=12, cost_model=SQUARES, **options
+        lengths,
+        ranks=2,
+        mini_batches=[[0, 1], [2, 3, 4, 5]],
+        max_tokens=12,
+        cost_model=SQUARES,
+        **options,
     )
 
 
@@ -48,6 +59,10 @@ def test_padding_counts_alignment_and_rows_up_to_the_longest():
     assert padding_share(planned()) == 0.0
     assert padding_share(planned(length_multiple=4)) == pytest.approx(1 - 26 / 36)
     padded = planned(layout="padded")
-    rows = [np.array(plan_rows) for step in padded.mini_batches[1].micro_steps for plan_rows in step.ranks]
+    rows = [
+        np.array(plan_rows)
+        for step in padded.mini_batches[1].micro_steps
+        for plan_rows in step.ranks
+    ]
     cells = 16 + sum(len(part) * padded.lengths[part].max() for part in rows if len(part))
     assert padding_share(padded) == pytest.approx(1 - 26 / cells)

@@ -30,7 +30,10 @@ def test_p3_p4_p5_worked_example():
     assert cumulative_lengths(padded).tolist() == [0, 4, 8, 16, 20]
     assert (cumulative_lengths(padded) // 2).tolist() == [0, 2, 4, 8, 10]
     row = np.concatenate(
-        [[str(i)] * n + ["p"] * (p - n) for i, (n, p) in enumerate(zip(lengths, padded, strict=True))]
+        [
+            [str(i)] * n + ["p"] * (p - n)
+            for i, (n, p) in enumerate(zip(lengths, padded, strict=True))
+        ]
     )
     assert "".join(row[zigzag_positions(padded, 2, 0)]) == "0p1122pp3p"
     assert "".join(row[zigzag_positions(padded, 2, 1)]) == "0p112222pp"
@@ -39,7 +42,9 @@ def test_p3_p4_p5_worked_example():
 def test_p4_halves_would_cost_6_and_15_zigzag_halves_of_8_cost_the_same():
     cost = np.arange(1, 9)  # causal: token t meets t tokens
     assert (cost[:3].sum(), cost[3:6].sum()) == (6, 15)
-    assert cost[zigzag_positions([8], 2, 0)].sum() == cost[zigzag_positions([8], 2, 1)].sum()
+    assert (
+        cost[zigzag_positions([8], 2, 0)].sum() == cost[zigzag_positions([8], 2, 1)].sum()
+    )
 
 
 def test_v5_cap_counts_per_context_parallel_group():
@@ -56,7 +61,8 @@ def test_p4_every_token_is_held_by_one_context_rank(lengths, cp):
 
 def test_bad_input_is_named():
     with pytest.raises(
-        LengthError, match=r"padded_lengths\[1\] is 6, not a multiple of 2\*context_parallel=4"
+        LengthError,
+        match=r"padded_lengths\[1\] is 6, not a multiple of 2\*context_parallel=4",
     ):
         zigzag_positions([4, 6], 2, 0)
     with pytest.raises(OptionError, match="context_rank=2"):

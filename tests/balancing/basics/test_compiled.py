@@ -36,7 +36,9 @@ def value():
 def run(folder: Path) -> str:
     environment = {"PYTHONPATH": f"{Path.cwd()}:{folder}"}
     command = [sys.executable, str(folder / "caller.py")]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.mark.skipif(not COMPILED, reason="needs Numba")
@@ -57,7 +59,9 @@ def test_code_of_all_rooms_is_dropped_together() -> None:
     assert {path.parent.name for path in source} > {"basics", "search"}
 
 
-def test_code_is_kept_until_a_source_with_compiled_functions_changes_comes_or_goes(tmp_path: Path) -> None:
+def test_code_is_kept_until_a_source_with_compiled_functions_changes_comes_or_goes(
+    tmp_path: Path,
+) -> None:
     source, code = tmp_path / "source.py", tmp_path / "__pycache__" / "source.nbi"
     source.write_text("@compiled\n1")
     drop_stale_code(tmp_path)
@@ -107,7 +111,9 @@ for make in BATCHES.values():
     explain(plan)
 print(*(f"{{loop.__name__}}{{later}}" for loop in loops for later in set(loop.signatures) - made[loop]))
 """
-    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
     assert run.stdout.split() == []
 
 
@@ -120,7 +126,11 @@ print(len(loops), sorted(loop.__name__ for loop in loops if not loop.signatures)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, "-c", script],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     loops, missing = run.stdout.split(maxsplit=1)
     assert int(loops) > 30

@@ -28,5 +28,7 @@ def test_layers_count_by_their_share() -> None:
     windows = (Window(100, 0.5), Window(50, 0.25, chunked=True))
     squares = attended_squares(lengths, windows)
     alone = [attended_squares(lengths, [window._replace(share=1.0)]) for window in windows]
-    np.testing.assert_allclose(squares, 0.25 * lengths**2 + 0.5 * alone[0] + 0.25 * alone[1])
+    np.testing.assert_allclose(
+        squares, 0.25 * lengths**2 + 0.5 * alone[0] + 0.25 * alone[1]
+    )
     assert (attended_squares(lengths) == lengths**2).all()

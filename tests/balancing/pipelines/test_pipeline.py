@@ -22,7 +22,11 @@ def short(done: tuple[Action, ...]) -> str:
 @st.composite
 def pipelines_and_counts(draw: st.DrawFn) -> tuple[Pipeline, int]:
     stages, virtual = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    pipeline = Pipeline(stages, virtual if stages > 1 else 1, backward=draw(st.sampled_from([0.0, 1.0, 2.0])))
+    pipeline = Pipeline(
+        stages,
+        virtual if stages > 1 else 1,
+        backward=draw(st.sampled_from([0.0, 1.0, 2.0])),
+    )
     return pipeline, draw(st.integers(1, 5)) * pipeline.count_multiple
 
 
@@ -34,7 +38,9 @@ def test_1f1b_as_published():
 
 def test_interleaved_1f1b_as_published():
     """Megatron-LM's order: rounds of two micro-batches, chunk after chunk, backward from the last chunk."""
-    order = "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0"
+    order = (
+        "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0"
+    )
     assert short(actions(Pipeline(2, 2), 0, 4)) == order
     last = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0"
     assert short(actions(Pipeline(2, 2), 1, 4)) == last
@@ -46,21 +52,28 @@ def test_without_backward_the_forward_passes_are_left():
 
 
 def test_fewer_micro_batches_than_stages():
-    assert [short(actions(Pipeline(4), stage, 2)) for stage in range(4)] == ["F0 F1 B0 B1"] * 3 + [
-        "F0 B0 F1 B1"
-    ]
+    assert [short(actions(Pipeline(4), stage, 2)) for stage in range(4)] == [
+        "F0 F1 B0 B1"
+    ] * 3 + ["F0 B0 F1 B1"]
 
 
 @settings(max_examples=100, deadline=None)
 @given(pipelines_and_counts())
-def test_every_stage_computes_everything_once_and_all_come_to_an_end(case: tuple[Pipeline, int]):
+def test_every_stage_computes_everything_once_and_all_come_to_an_end(
+    case: tuple[Pipeline, int],
+):
     pipeline, count = case
     orders = [actions(pipeline, stage, count) for stage in range(pipeline.stages)]
     kinds = ("forward", "backward") if pipeline.backward else ("forward",)
     everything = {
-        Action(kind, i, c) for kind in kinds for i in range(count) for c in range(pipeline.virtual_stages)
+        Action(kind, i, c)
+        for kind in kinds
+        for i in range(count)
+        for c in range(pipeline.virtual_stages)
     }
-    assert all(len(order) == len(everything) and set(order) == everything for order in orders)
+    assert all(
+        len(order) == len(everything) and set(order) == everything for order in orders
+    )
     done: set[tuple[int, Action]] = set()
     position = [0] * pipeline.stages
     moved = True
@@ -80,7 +93,9 @@ def test_every_stage_computes_everything_once_and_all_come_to_an_end(case: tuple
 
 @settings(max_examples=100, deadline=None)
 @given(pipelines_and_counts())
-def test_1f1b_keeps_no_more_activations_than_there_are_stages_left(case: tuple[Pipeline, int]):
+def test_1f1b_keeps_no_more_activations_than_there_are_stages_left(
+    case: tuple[Pipeline, int],
+):
     pipeline, count = case
     if pipeline.virtual_stages > 1 or pipeline.backward == 0:
         return
@@ -93,7 +108,9 @@ def test_1f1b_keeps_no_more_activations_than_there_are_stages_left(case: tuple[P
 
 
 def test_counts_that_interleaving_cannot_take_are_refused():
-    with pytest.raises(CountError, match=r"virtual_stages=2 .*multiple of 4 micro-batches, got 6"):
+    with pytest.raises(
+        CountError, match=r"virtual_stages=2 .*multiple of 4 micro-batches, got 6"
+    ):
         actions(Pipeline(4, 2), 0, 6)
     with pytest.raises(CountError, match="got 0"):
         actions(Pipeline(4), 0, 0)
@@ -106,7 +123,10 @@ def test_counts_that_interleaving_cannot_take_are_refused():
     [
         ({"stages": 0}, "stages=0 must be a whole number"),
         ({"stages": 2, "virtual_stages": 0.5}, "virtual_stages=0.5 must be a whole number"),
-        ({"stages": 1, "virtual_stages": 2}, "virtual_stages=2 with stages=1 changes nothing"),
+        (
+            {"stages": 1, "virtual_stages": 2},
+            "virtual_stages=2 with stages=1 changes nothing",
+        ),
         ({"stages": 2, "backward": -1.0}, "backward=-1.0 of a Pipeline must be finite"),
         ({"stages": 2, "transfer": float("inf")}, "transfer=inf"),
         ({"stages": 2, "overhead": float("nan")}, "overhead=nan"),

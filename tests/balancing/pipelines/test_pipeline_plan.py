@@ -17,8 +17,12 @@ EXAMPLE = [7, 6, 8, 5, 1, 3, 8, 6]
 """The published lengths of dynamic batching; two ranks, cap 12, multiple 2."""
 
 
-@pytest.mark.parametrize(("pipeline", "steps"), [(Pipeline(4), 3), (Pipeline(2, 2), 4), (Pipeline(4, 2), 4)])
-def test_d5_the_published_example_is_split_until_the_count_divides(pipeline: Pipeline, steps: int):
+@pytest.mark.parametrize(
+    ("pipeline", "steps"), [(Pipeline(4), 3), (Pipeline(2, 2), 4), (Pipeline(4, 2), 4)]
+)
+def test_d5_the_published_example_is_split_until_the_count_divides(
+    pipeline: Pipeline, steps: int
+):
     """Two or four interleaved stages need a multiple; 1F1B takes any number."""
     plan = plan_batch(
         EXAMPLE,
@@ -33,9 +37,13 @@ def test_d5_the_published_example_is_split_until_the_count_divides(pipeline: Pip
 
 
 def test_v6_counts_are_multiples_and_impossible_ones_are_refused():
-    plan = plan_batch([100, 900, 50, 950, 400, 600], ranks=1, max_tokens=2000, pipeline=Pipeline(2, 2))
+    plan = plan_batch(
+        [100, 900, 50, 950, 400, 600], ranks=1, max_tokens=2000, pipeline=Pipeline(2, 2)
+    )
     assert plan.mini_batches[0].steps % 2 == 0
-    both = plan_batch([5] * 40, ranks=2, max_tokens=20, pipeline=Pipeline(2, 2), multiple_of=3)
+    both = plan_batch(
+        [5] * 40, ranks=2, max_tokens=20, pipeline=Pipeline(2, 2), multiple_of=3
+    )
     assert both.mini_batches[0].steps % 6 == 0
     with pytest.raises(CountError, match="3 sequences cannot fill 4 micro-batches"):
         plan_batch([5, 5, 5], ranks=1, max_tokens=20, pipeline=Pipeline(4, 2))
@@ -43,7 +51,9 @@ def test_v6_counts_are_multiples_and_impossible_ones_are_refused():
 
 def test_v8_the_published_order_can_be_asked_for():
     lengths, pipeline = [30, 7, 50, 20, 40, 10], Pipeline(2)
-    plan = plan_batch(lengths, ranks=1, max_tokens=50, min_count=5, pipeline=pipeline, order="small_ends")
+    plan = plan_batch(
+        lengths, ranks=1, max_tokens=50, min_count=5, pipeline=pipeline, order="small_ends"
+    )
     times = plan.predicted_times()[0]
     assert times.argmin() in (0, len(times) - 1)
     assert 0 < times.argmax() < len(times) - 1
@@ -53,14 +63,22 @@ def test_v8_the_published_order_can_be_asked_for():
 @given(
     st.lists(st.integers(1, 200), min_size=8, max_size=60),
     st.integers(1, 3),
-    st.sampled_from([Pipeline(1), Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(3, backward=0.0)]),
+    st.sampled_from(
+        [Pipeline(1), Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(3, backward=0.0)]
+    ),
     st.sampled_from(["packed", "padded"]),
     st.sampled_from([1, 3]),
 )
 def test_plans_keep_every_guarantee_and_are_no_slower_than_the_published_order(
     lengths, ranks, pipeline, layout, least
 ):
-    how = {"ranks": ranks, "max_tokens": 250, "max_sequences": 20, "pipeline": pipeline, "layout": layout}
+    how = {
+        "ranks": ranks,
+        "max_tokens": 250,
+        "max_sequences": 20,
+        "pipeline": pipeline,
+        "layout": layout,
+    }
     plan = plan_batch(lengths, min_count=least, cost_model=COSTS, **how)
     (part,) = plan.mini_batches
     assert sorted(part.rows.tolist()) == list(range(len(lengths)))
@@ -73,23 +91,31 @@ def test_plans_keep_every_guarantee_and_are_no_slower_than_the_published_order(
             tokens = len(rows) * longest if layout == "padded" else plan.lengths[rows].sum()
             assert tokens <= 250
             assert len(rows) <= 20
-    published = plan_batch(lengths, min_count=least, cost_model=COSTS, order="small_ends", **how)
+    published = plan_batch(
+        lengths, min_count=least, cost_model=COSTS, order="small_ends", **how
+    )
     # The fewest micro-steps within 1 % of the least are taken.
-    assert plan.predicted_makespans()[0] <= published.predicted_makespans()[0] * 1.01 * (1 + 1e-9)
+    assert plan.predicted_makespans()[0] <= published.predicted_makespans()[0] * 1.01 * (
+        1 + 1e-9
+    )
     numbers = plan_statistics(plan)
     assert numbers["pipeline/over_bound"] >= -1e-9
     assert 0.0 <= numbers["pipeline/bubble"] < 1.0
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline(4), Pipeline(4, 2)])
-def test_long_tails_come_near_the_bound_and_far_below_the_published_order(pipeline: Pipeline):
+def test_long_tails_come_near_the_bound_and_far_below_the_published_order(
+    pipeline: Pipeline,
+):
     lengths = draw("agentic", 2048, 0)
     how = {"ranks": 16, "max_tokens": 65536, "cost_model": COSTS, "pipeline": pipeline}
     plan = plan_batch(lengths, **how)
     published = plan_batch(lengths, **how, order="small_ends")
     given_order = plan_batch(lengths, **how, algorithm="none")
     assert plan_statistics(plan)["pipeline/over_bound"] < 0.02
-    times = [float(each.predicted_makespans().sum()) for each in (plan, published, given_order)]
+    times = [
+        float(each.predicted_makespans().sum()) for each in (plan, published, given_order)
+    ]
     assert times[0] < 0.95 * times[1]
     assert times[1] < times[2]
 
@@ -99,7 +125,9 @@ def test_an_overhead_of_each_micro_step_makes_them_fewer():
 
     def steps(overhead: float) -> int:
         pipeline = Pipeline(4, overhead=overhead)
-        plan = plan_batch(lengths, ranks=4, max_tokens=16384, cost_model=COSTS, pipeline=pipeline)
+        plan = plan_batch(
+            lengths, ranks=4, max_tokens=16384, cost_model=COSTS, pipeline=pipeline
+        )
         return plan.mini_batches[0].steps
 
     mean = float(COSTS.workload(lengths).sum()) / 4
@@ -108,7 +136,12 @@ def test_an_overhead_of_each_micro_step_makes_them_fewer():
 
 def test_shared_prompts_are_planned_for_a_pipeline():
     groups = np.repeat(np.arange(16), 8)
-    how = {"ranks": 2, "max_tokens": 4000, "prefix_groups": groups, "prefix_lengths": [300] * 128}
+    how = {
+        "ranks": 2,
+        "max_tokens": 4000,
+        "prefix_groups": groups,
+        "prefix_lengths": [300] * 128,
+    }
     plan = plan_batch(draw("uniform", 128, 0) // 8 + 301, **how, pipeline=Pipeline(2))
     (times,) = plan.predicted_times()
     assert plan.predicted_makespans()[0] == pytest.approx(makespan(Pipeline(2), times))
@@ -124,18 +157,26 @@ def test_without_a_pipeline_nothing_changes():
 
 def test_the_explanation_tells_the_bubble_and_plans_again_with_the_pipeline():
     plan = plan_batch(
-        draw("lognormal", 256, 0), ranks=4, max_tokens=16384, cost_model=COSTS, pipeline=Pipeline(4)
+        draw("lognormal", 256, 0),
+        ranks=4,
+        max_tokens=16384,
+        cost_model=COSTS,
+        pipeline=Pipeline(4),
     )
     text = explain(plan)
     numbers = plan_statistics(plan)
     assert f"On a pipeline of 4 stages: bubble {numbers['pipeline/bubble']:.2%}" in text
     assert "because more of them fill and drain the pipeline sooner" in text
-    assert replan(plan, {}).predicted_makespans().sum() == pytest.approx(numbers["pipeline/predicted_time"])
+    assert replan(plan, {}).predicted_makespans().sum() == pytest.approx(
+        numbers["pipeline/predicted_time"]
+    )
     published = replan(plan, {"order": "small_ends"})
     assert 'order="makespan": ' in explain(published)
 
 
-@pytest.mark.parametrize("changes", [{"order": "makespan"}, {"order": "makespan", "algorithm": "none"}])
+@pytest.mark.parametrize(
+    "changes", [{"order": "makespan"}, {"order": "makespan", "algorithm": "none"}]
+)
 def test_an_order_for_a_pipeline_without_one_is_refused(changes):
     pipeline = Pipeline(2) if "algorithm" in changes else None
     with pytest.raises(OptionError, match="order='makespan' plans for a pipeline"):

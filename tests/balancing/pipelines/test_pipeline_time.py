@@ -32,7 +32,9 @@ def pipelines_with_times(draw: st.DrawFn) -> tuple[Pipeline, np.ndarray]:
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 2), (4, 4), (4, 9), (8, 20)])
 def test_equal_times_of_1f1b_take_the_closed_form(stages: int, count: int):
     """(m + p - 1)(f + b), with f and b of one stage."""
-    assert makespan(Pipeline(stages), [3.0 * stages] * count) == pytest.approx((count + stages - 1) * 3.0)
+    assert makespan(Pipeline(stages), [3.0 * stages] * count) == pytest.approx(
+        (count + stages - 1) * 3.0
+    )
 
 
 @pytest.mark.parametrize("virtual", [2, 3])
@@ -51,9 +53,9 @@ def test_passes_without_backward_fill_the_pipeline_once():
 def test_transfers_overheads_and_shares_count():
     assert makespan(Pipeline(2, transfer=0.5), [6.0]) == pytest.approx(6.0 + 2 * 0.5)
     assert makespan(Pipeline(2, overhead=3.0), [6.0]) == pytest.approx(9.0)
-    assert makespan(Pipeline(2, backward=0.0, stage_shares=(1.0, 3.0)), [4.0, 4.0]) == pytest.approx(
-        1 + 3 + 3
-    )
+    assert makespan(
+        Pipeline(2, backward=0.0, stage_shares=(1.0, 3.0)), [4.0, 4.0]
+    ) == pytest.approx(1 + 3 + 3)
 
 
 def test_all_ranks_wait_for_the_heaviest():
@@ -70,7 +72,9 @@ def test_no_pass_starts_before_what_it_waits_for_and_stages_do_one_at_a_time(
     drawn = timeline(pipeline, times)
     passes = drawn.passes
     waits, close = passes.needed >= 0, 1e-9
-    assert (drawn.starts[waits] >= (drawn.ends[passes.needed] + passes.sent)[waits] - close).all()
+    assert (
+        drawn.starts[waits] >= (drawn.ends[passes.needed] + passes.sent)[waits] - close
+    ).all()
     for stage in range(pipeline.stages):
         of_stage = passes.stage == stage
         assert (drawn.starts[of_stage][1:] >= drawn.ends[of_stage][:-1] - close).all()
@@ -78,13 +82,17 @@ def test_no_pass_starts_before_what_it_waits_for_and_stages_do_one_at_a_time(
 
 @settings(max_examples=40, deadline=None)
 @given(pipelines_with_times(), st.randoms(use_true_random=False))
-def test_no_times_in_any_order_take_less_than_the_bound(case: tuple[Pipeline, np.ndarray], random):
+def test_no_times_in_any_order_take_less_than_the_bound(
+    case: tuple[Pipeline, np.ndarray], random
+):
     pipeline, times = case
     if times.sum() == 0:
         return
     order = random.sample(range(len(times)), len(times))
     total, longest = float(times.sum()), float(times.max())
-    bound = least_makespan(pipeline, len(times), total, total, most=longest, longest=longest)
+    bound = least_makespan(
+        pipeline, len(times), total, total, most=longest, longest=longest
+    )
     assert makespan(pipeline, times[order]) >= bound * (1 - 1e-9)
 
 
@@ -107,7 +115,9 @@ def test_the_order_found_is_the_best_of_all_for_few_micro_steps():
     assert makespan(pipeline, times[fastest_order(pipeline, times)]) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(("pipeline", "steps"), [(Pipeline(4), 8), (Pipeline(2), 6), (Pipeline(4, 2), 8)])
+@pytest.mark.parametrize(
+    ("pipeline", "steps"), [(Pipeline(4), 8), (Pipeline(2), 6), (Pipeline(4, 2), 8)]
+)
 def test_the_best_shape_is_near_the_bound_on_all_shapes(pipeline: Pipeline, steps: int):
     """And better than equal micro-steps, which a pipeline without virtual stages shows most."""
     shape = best_shape(pipeline, steps)

@@ -32,18 +32,29 @@ def loads(groups: Groups, places, count):
     tokens = np.bincount(places, groups.own_tokens, count) + np.bincount(
         place, groups.shared_tokens[group], count
     )
-    work = np.bincount(places, groups.own, count) + np.bincount(place, groups.shared[group], count)
+    work = np.bincount(places, groups.own, count) + np.bincount(
+        place, groups.shared[group], count
+    )
     return tokens, work, np.bincount(places, minlength=count)
 
 
 @st.composite
 def tiny(draw):
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) <= 6))
+    sizes = draw(
+        st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(
+            lambda sizes: sum(sizes) <= 6
+        )
+    )
     prefixes = draw(st.lists(st.integers(1, 60), min_size=len(sizes), max_size=len(sizes)))
     own = draw(st.lists(st.integers(1, 60), min_size=sum(sizes), max_size=sum(sizes)))
     ranks, steps = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]))
     longest = max(own) + max(prefixes)
-    return groups_of(own, sizes, prefixes), ranks, steps, draw(st.integers(longest, 3 * longest))
+    return (
+        groups_of(own, sizes, prefixes),
+        ranks,
+        steps,
+        draw(st.integers(longest, 3 * longest)),
+    )
 
 
 @given(tiny(), st.integers(1, 6))
@@ -57,7 +68,10 @@ def test_no_plan_is_below_the_bounds(batch, max_sequences):
         if tokens.max() > cap or members.max() > max_sequences:
             continue
         assert time <= work.reshape(steps, ranks).max(axis=1).sum() * ROUNDING
-        of_group = [len(np.unique(places[groups.group == group])) for group in range(len(groups.shared))]
+        of_group = [
+            len(np.unique(places[groups.group == group]))
+            for group in range(len(groups.shared))
+        ]
         assert (parts <= of_group).all()
 
 
@@ -68,7 +82,9 @@ def test_a_group_above_the_cap_computes_its_prefix_in_every_part():
     groups = groups_of([10] * 16, [16], [100])
     assert fewest_parts(groups, 150, 16).tolist() == [4]
     assert fewest_parts(groups, 150, 3).tolist() == [6]
-    assert fewest_parts(groups_of([30] * 4, [4], [100]), 150, 16).tolist() == [4]  # no two fit together
+    assert fewest_parts(groups_of([30] * 4, [4], [100]), 150, 16).tolist() == [
+        4
+    ]  # no two fit together
 
 
 def test_one_long_sequence_holds_a_step_up_with_its_prefix():
@@ -81,7 +97,12 @@ def test_statistics_compare_the_time_with_the_bound():
     groups = np.repeat(np.arange(8), 4)
     lengths = 50 + np.random.default_rng(0).integers(1, 60, 32)
     plan = plan_batch(
-        lengths, ranks=2, max_tokens=300, cost_model=COSTS, prefix_groups=groups, prefix_lengths=[50] * 32
+        lengths,
+        ranks=2,
+        max_tokens=300,
+        cost_model=COSTS,
+        prefix_groups=groups,
+        prefix_lengths=[50] * 32,
     )
     assert plan_statistics(plan)["over_bound"] == pytest.approx(
         step_time(predicted_grids(plan)) / lower_bound(plan) - 1

@@ -27,7 +27,9 @@ def planned(lengths, prefixes, size, **arguments) -> Plan:
     """Groups of `size` sequences one after another, each with its prefix."""
     groups = np.repeat(np.arange(len(prefixes)), size)
     arguments = {"cost_model": COSTS, "max_tokens": 2 * int(np.max(lengths))} | arguments
-    return plan_batch(lengths, prefix_groups=groups, prefix_lengths=np.repeat(prefixes, size), **arguments)
+    return plan_batch(
+        lengths, prefix_groups=groups, prefix_lengths=np.repeat(prefixes, size), **arguments
+    )
 
 
 def test_a_beginning_is_computed_once_in_a_micro_batch():
@@ -37,7 +39,9 @@ def test_a_beginning_is_computed_once_in_a_micro_batch():
     assert plan.shared.tolist() == [0, 100, 0, 50]
     assert plan.sizes.sum() == 110 + 20 + 60 + 20
     alone = COSTS.workload([110, 120, 60, 70]).sum()
-    assert plan.predicted_times()[0].sum() == pytest.approx(alone - COSTS.workload([100, 50]).sum())
+    assert plan.predicted_times()[0].sum() == pytest.approx(
+        alone - COSTS.workload([100, 50]).sum()
+    )
     assert plan_statistics(plan)["shared_tokens"] == pytest.approx(150 / 360)
     assert plan_statistics(plan)["padding_share"] == 0
 
@@ -70,21 +74,35 @@ def test_a_group_stays_together_where_that_is_worth_more():
     st.integers(0, 2**31),
 )
 @settings(deadline=None, max_examples=60)
-def test_every_micro_batch_keeps_the_cap_and_every_sequence_is_computed_once(prefixes, size, ranks, seed):
+def test_every_micro_batch_keeps_the_cap_and_every_sequence_is_computed_once(
+    prefixes, size, ranks, seed
+):
     generator = np.random.default_rng(seed)
     lengths = np.repeat(prefixes, size) + generator.integers(1, 300, len(prefixes) * size)
     halves = np.array_split(generator.permutation(len(lengths)), min(2, len(lengths)))
-    plan = planned(lengths, prefixes, size, ranks=ranks, max_tokens=600, mini_batches=halves)
-    assert sorted(np.concatenate([part.rows for part in plan.mini_batches])) == list(range(len(lengths)))
+    plan = planned(
+        lengths, prefixes, size, ranks=ranks, max_tokens=600, mini_batches=halves
+    )
+    assert sorted(np.concatenate([part.rows for part in plan.mini_batches])) == list(
+        range(len(lengths))
+    )
     for part in plan.mini_batches:
         for step in part.micro_steps:
             for rows in step.ranks:
                 groups = rows // size
                 unique = sum(prefixes[group] for group in set(groups.tolist()))
-                tokens = unique + int(sum(lengths[rows] - np.array(prefixes)[groups])) if len(rows) else 0
+                tokens = (
+                    unique + int(sum(lengths[rows] - np.array(prefixes)[groups]))
+                    if len(rows)
+                    else 0
+                )
                 assert tokens == plan.sizes[rows].sum() <= 600
-    unshared = plan_batch(lengths, ranks=ranks, max_tokens=600, mini_batches=halves, cost_model=COSTS)
-    assert step_time(predicted_grids(plan)) <= step_time(predicted_grids(unshared)) * (1 + 1e-9)
+    unshared = plan_batch(
+        lengths, ranks=ranks, max_tokens=600, mini_batches=halves, cost_model=COSTS
+    )
+    assert step_time(predicted_grids(plan)) <= step_time(predicted_grids(unshared)) * (
+        1 + 1e-9
+    )
 
 
 @given(st.integers(0, 2**31))
@@ -95,10 +113,21 @@ def test_every_count_and_cap_holds_for_what_is_shared(seed):
     size, ranks, most = generator.integers(1, 5, 3).tolist()
     prefixes = generator.integers(0, 80, generator.integers(4, 12))
     lengths = np.repeat(prefixes, size) + generator.integers(1, 100, len(prefixes) * size)
-    counts = {"min_count": int(generator.integers(1, 3)), "multiple_of": int(generator.integers(1, 3))}
+    counts = {
+        "min_count": int(generator.integers(1, 3)),
+        "multiple_of": int(generator.integers(1, 3)),
+    }
     empty = bool(generator.random() < 0.5)
     try:
-        plan = planned(lengths, prefixes, size, ranks=ranks, max_sequences=most, allow_empty=empty, **counts)
+        plan = planned(
+            lengths,
+            prefixes,
+            size,
+            ranks=ranks,
+            max_sequences=most,
+            allow_empty=empty,
+            **counts,
+        )
     except CountError:
         return
     part = plan.mini_batches[0]
@@ -113,7 +142,9 @@ def test_every_count_and_cap_holds_for_what_is_shared(seed):
     assert step_time(predicted_grids(plan)) >= lower_bound(plan) * (1 - 1e-9)
 
 
-def filled_one_by_one(groups: Groups, order, levels, max_tokens: int, max_sequences: int) -> list[int]:
+def filled_one_by_one(
+    groups: Groups, order, levels, max_tokens: int, max_sequences: int
+) -> list[int]:
     """`fill_groups`, which looks at every micro-batch for every part."""
     left_of = [[level, max_tokens, max_sequences] for level in levels]
     found = [-1] * len(groups.own)
@@ -125,7 +156,11 @@ def filled_one_by_one(groups: Groups, order, levels, max_tokens: int, max_sequen
             own, tokens = sum(groups.own[rows]), sum(groups.own_tokens[rows])
             whole, parts = [], []
             for place, (load, room, sequences) in enumerate(left_of):
-                if load >= shared + groups.own[rows[-1]] and place not in cut_for and sequences:
+                if (
+                    load >= shared + groups.own[rows[-1]]
+                    and place not in cut_for
+                    and sequences
+                ):
                     free, free_tokens = load - shared, room - shared_tokens
                     if free >= own and free_tokens >= tokens and sequences >= len(rows):
                         whole.append((load, place))
@@ -141,7 +176,13 @@ def filled_one_by_one(groups: Groups, order, levels, max_tokens: int, max_sequen
                 load, room, sequences = left_of[place]
                 taken = max(
                     (
-                        cut(groups, rows[start:], load - shared, room - shared_tokens, sequences)
+                        cut(
+                            groups,
+                            rows[start:],
+                            load - shared,
+                            room - shared_tokens,
+                            sequences,
+                        )
                         for start in range(8)
                     ),
                     key=lambda part: sum(groups.own[part]),
@@ -160,7 +201,10 @@ def filled_one_by_one(groups: Groups, order, levels, max_tokens: int, max_sequen
 def cut(groups: Groups, rows, load, tokens, sequences) -> list[int]:
     taken: list[int] = []
     for row in rows:
-        fits = sum(groups.own[[*taken, row]]) <= load and sum(groups.own_tokens[[*taken, row]]) <= tokens
+        fits = (
+            sum(groups.own[[*taken, row]]) <= load
+            and sum(groups.own_tokens[[*taken, row]]) <= tokens
+        )
         if fits and len(taken) < sequences:
             taken.append(row)
     return taken
@@ -178,7 +222,9 @@ def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
     shared_tokens = generator.integers(0, generator.choice([2, 40]), len(counts))
     own_tokens, own = own_tokens[rows], own_tokens[rows] * (20.0 + own_tokens[rows])
     shared = shared_tokens * (20.0 + shared_tokens)
-    groups = Groups(own, own_tokens, group, np.append(0, np.cumsum(counts)), shared, shared_tokens)
+    groups = Groups(
+        own, own_tokens, group, np.append(0, np.cumsum(counts)), shared, shared_tokens
+    )
     least = float((own + shared[group]).max())
     levels = -np.sort(-np.rint(least * generator.uniform(1, 4, generator.integers(1, 40))))
     max_tokens, most = int(generator.integers(100, 300)), int(generator.choice([3, 1000]))
@@ -189,21 +235,29 @@ def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
 
 @given(st.integers(0, 2**31), st.integers(10, 300), st.integers(10, 300))
 @settings(deadline=None, max_examples=60)
-def test_a_subtree_keeps_its_share_of_the_cap_and_of_a_ranks_work(seed, max_tokens, of_a_rank):
+def test_a_subtree_keeps_its_share_of_the_cap_and_of_a_ranks_work(
+    seed, max_tokens, of_a_rank
+):
     """Unless it is one sequence. Work is in tokens, so that no sum rounds."""
     sequences = grown(seed, 3, 6)
     sizes = np.array([len(sequence) for sequence in sequences])
     prefixes = checked_prefixes(
         *tree_of(sequences, 3).values(), sizes, 1, lambda tokens: tokens.astype(np.float64)
     )
-    for division in subtrees(sizes, sizes.astype(np.float64), prefixes, max_tokens, float(of_a_rank)):
+    for division in subtrees(
+        sizes, sizes.astype(np.float64), prefixes, max_tokens, float(of_a_rank)
+    ):
         for number, size in enumerate(division.sizes):
             rows = np.flatnonzero(division.of == number)
-            assert size == division.weights[number] == cells([sequences[row] for row in rows])
+            assert (
+                size == division.weights[number] == cells([sequences[row] for row in rows])
+            )
             assert len(rows) == 1 or size <= min(max_tokens, of_a_rank) * LARGEST[0]
 
 
-@pytest.mark.parametrize(("max_tokens", "of_a_rank", "count"), [(0, 0, 1), (-1, 0, 2), (0, -1, 2)])
+@pytest.mark.parametrize(
+    ("max_tokens", "of_a_rank", "count"), [(0, 0, 1), (-1, 0, 2), (0, -1, 2)]
+)
 def test_a_tree_of_exactly_the_cap_is_not_divided(max_tokens, of_a_rank, count):
     sequences = [[1000, 1, 2, 3], [1000, 1, 2, 4], [1000, 1, 5, 6], [1000, 1, 5, 7]]
     sizes = np.full(4, 4)
@@ -212,7 +266,9 @@ def test_a_tree_of_exactly_the_cap_is_not_divided(max_tokens, of_a_rank, count):
     )
     whole = cells(sequences) / LARGEST[0]
     division = next(
-        subtrees(sizes, sizes.astype(np.float64), prefixes, whole + max_tokens, whole + of_a_rank)
+        subtrees(
+            sizes, sizes.astype(np.float64), prefixes, whole + max_tokens, whole + of_a_rank
+        )
     )
     assert len(division.sizes) == count
 
@@ -238,24 +294,41 @@ def test_the_same_plan_for_every_order_of_the_sequences():
         prefix_groups=np.repeat(np.arange(20), 4)[order],
         prefix_lengths=prefixes[order],
     )
-    assert step_time(predicted_grids(other)) == pytest.approx(step_time(predicted_grids(plan)))
+    assert step_time(predicted_grids(other)) == pytest.approx(
+        step_time(predicted_grids(plan))
+    )
 
 
 def test_512_groups_of_16_on_64_ranks_end_near_the_bound():
     generator = np.random.default_rng(0)
     prefixes = generator.integers(16, 2049, 512)
-    own = np.clip(np.rint(generator.lognormal(np.log(600), 1.0, 8192)), 1, 8192).astype(np.int64)
+    own = np.clip(np.rint(generator.lognormal(np.log(600), 1.0, 8192)), 1, 8192).astype(
+        np.int64
+    )
     lengths = own + np.repeat(prefixes, 16)
-    plan = planned(lengths, prefixes, 16, ranks=64, max_tokens=4 * int(lengths.max()), cost_model=SEVEN_B)
+    plan = planned(
+        lengths,
+        prefixes,
+        16,
+        ranks=64,
+        max_tokens=4 * int(lengths.max()),
+        cost_model=SEVEN_B,
+    )
     assert plan_statistics(plan)["over_bound"] <= 0.015
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
 
 
 @pytest.mark.parametrize(
     ("responses", "prompts", "most"),
-    [("geometric", (256, 2048), 0.0125), ("lognormal", (256, 2048), 0.0155), ("short", (16, 256), 0.0145)],
+    [
+        ("geometric", (256, 2048), 0.0125),
+        ("lognormal", (256, 2048), 0.0155),
+        ("short", (16, 256), 0.0145),
+    ],
 )
-def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound(responses, prompts, most):
+def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound(
+    responses, prompts, most
+):
     plan = Batch.draw(responses, prompts, "1", cap=2.0).plan()
     assert 440 < plan.mini_batches[0].steps * plan.ranks <= 512
     assert plan_statistics(plan)["over_bound"] <= most
@@ -291,16 +364,22 @@ def test_replanning_and_explaining_know_what_is_shared():
     plan = planned([110, 120, 60, 70] * 8, [50] * 16, 2, ranks=2, max_tokens=300)
     assert replan(plan, {}).shared.tolist() == plan.shared.tolist()
     over_bound = plan_statistics(plan)["over_bound"]
-    assert f"{over_bound:.2%} longer than a lower bound for as many micro-steps" in explain(plan)
+    assert f"{over_bound:.2%} longer than a lower bound for as many micro-steps" in explain(
+        plan
+    )
 
 
 def test_algorithms_that_plan_without_beginnings_still_compute_them_once():
-    plan = planned([110, 120, 60, 70], [100, 50], 2, ranks=1, max_tokens=1000, algorithm="none")
+    plan = planned(
+        [110, 120, 60, 70], [100, 50], 2, ranks=1, max_tokens=1000, algorithm="none"
+    )
     assert plan.shared.tolist() == [0, 100, 0, 50]
 
 
 def test_of_a_beginning_whole_multiples_of_the_alignment_count():
-    plan = planned([110, 120, 60, 70], [99, 50], 2, ranks=1, max_tokens=1000, length_multiple=8)
+    plan = planned(
+        [110, 120, 60, 70], [99, 50], 2, ranks=1, max_tokens=1000, length_multiple=8
+    )
     assert plan.shared.tolist() == [0, 96, 0, 48]
     assert plan.sizes.tolist() == [112, 24, 64, 24]
 

@@ -18,7 +18,9 @@ def test_p8_p9_ranks_are_those_of_karmarkar_karp_and_their_heaviest_micro_batche
 
 
 def test_a_rank_with_fewer_sequences_than_steps_has_empty_micro_batches():
-    assert sorted(karmarkar_karp_twice(np.array([9.0, 1, 1, 1]), 2, 2).sizes().tolist()) == [0, 1, 1, 2]
+    assert sorted(
+        karmarkar_karp_twice(np.array([9.0, 1, 1, 1]), 2, 2).sizes().tolist()
+    ) == [0, 1, 1, 2]
 
 
 def test_a_sequence_above_the_cap_goes_to_the_lightest_group_with_room():
@@ -29,7 +31,9 @@ def test_a_sequence_above_the_cap_goes_to_the_lightest_group_with_room():
 
 def test_a_sequence_that_fits_nowhere_is_left_out():
     sizes = np.array([6, 6, 6])
-    assert (repair_caps(sizes, sizes.astype(float), np.array([0, 0, 1]), 2, 11, 4) < 0).sum() == 1
+    assert (
+        repair_caps(sizes, sizes.astype(float), np.array([0, 0, 1]), 2, 11, 4) < 0
+    ).sum() == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -39,7 +43,9 @@ def test_a_sequence_that_fits_nowhere_is_left_out():
     st.integers(40, 120),
     st.integers(1, 12),
 )
-def test_m3_m4_repaired_groups_keep_the_caps_and_none_is_empty(lengths, count, max_tokens, max_sequences):
+def test_m3_m4_repaired_groups_keep_the_caps_and_none_is_empty(
+    lengths, count, max_tokens, max_sequences
+):
     sizes = np.sort(np.array(lengths))[::-1].copy()
     weights = sizes.astype(float)
     start = karmarkar_karp_twice(weights, 1, count).group_of

@@ -11,16 +11,27 @@ from balancing.search.baselines import PUBLISHED, published_steps
 
 
 def steps_of(name, lengths, **changes):
-    arguments = {"ranks": 1, "mini_batches": None, "max_tokens": 8, "workloads": lengths, **changes}
+    arguments = {
+        "ranks": 1,
+        "mini_batches": None,
+        "max_tokens": 8,
+        "workloads": lengths,
+        **changes,
+    }
     return published_steps(name, lengths, **arguments)
 
 
 def as_lists(steps):
-    return [[[rows.tolist() for rows in step] for step in mini_batch] for mini_batch in steps]
+    return [
+        [[rows.tolist() for rows in step] for step in mini_batch] for mini_batch in steps
+    ]
 
 
 def plan_lists(plan):
-    return [[[rows.tolist() for rows in step.ranks] for step in m.micro_steps] for m in plan.mini_batches]
+    return [
+        [[rows.tolist() for rows in step.ranks] for step in m.micro_steps]
+        for m in plan.mini_batches
+    ]
 
 
 @pytest.mark.parametrize("name", ["verl", "mindspeed_rl"])
@@ -39,8 +50,13 @@ def test_p12_the_same_strategy_keeps_the_cap_in_a_plan(name):
 def test_v8_heavier_micro_batches_come_first():
     lengths = [100, 900, 50, 950, 400, 600]
     expected = [[[[1, 5]], [[0, 2, 3, 4]]]]
-    assert as_lists(steps_of("verl", lengths, max_tokens=2000, workloads=np.square(lengths))) == expected
-    plan = plan_batch(lengths, ranks=1, max_tokens=2000, algorithm="verl", cost_model=CostModel(0.0, 1.0))
+    assert (
+        as_lists(steps_of("verl", lengths, max_tokens=2000, workloads=np.square(lengths)))
+        == expected
+    )
+    plan = plan_batch(
+        lengths, ranks=1, max_tokens=2000, algorithm="verl", cost_model=CostModel(0.0, 1.0)
+    )
     assert plan_lists(plan) == expected
 
 
@@ -57,7 +73,10 @@ def test_m8_mindspeed_deals_longest_first_into_the_lightest_rank():
 def test_m5_micro_batches_of_a_rank_are_grouped_by_differencing():
     # Karmarkar-Karp gives 16 and 14, whereas longest-first would give 17 and 13.
     (mini_batch,) = steps_of("mindspeed_rl", [8, 7, 6, 5, 4], max_tokens=20)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in step[0]) for step in mini_batch) == [14, 16]
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in step[0]) for step in mini_batch) == [
+        14,
+        16,
+    ]
 
 
 def test_d1_roll_sorts_and_deals_with_stride():
@@ -68,7 +87,9 @@ def test_d1_roll_sorts_and_deals_with_stride():
 
 def test_d1_roll_sorts_by_the_true_length_and_keeps_the_order_of_ties():
     # All lengths round up to 8: sorted by what they round up to, the given order would stay.
-    plan = plan_batch([7, 6, 8, 5, 6, 7], ranks=2, max_tokens=24, algorithm="roll", length_multiple=8)
+    plan = plan_batch(
+        [7, 6, 8, 5, 6, 7], ranks=2, max_tokens=24, algorithm="roll", length_multiple=8
+    )
     (step,) = plan.mini_batches[0].micro_steps
     assert [rows.tolist() for rows in step.ranks] == [[3, 4, 5], [0, 1, 2]]
 
@@ -76,9 +97,15 @@ def test_d1_roll_sorts_by_the_true_length_and_keeps_the_order_of_ties():
 def test_roll_makes_mini_batches_correlate_with_length():
     lengths = np.random.default_rng(0).integers(1, 100, 64)
     mini_batches = steps_of(
-        "roll", lengths, ranks=2, max_tokens=200, mini_batches=np.array_split(np.arange(64), 4)
+        "roll",
+        lengths,
+        ranks=2,
+        max_tokens=200,
+        mini_batches=np.array_split(np.arange(64), 4),
     )
-    tokens = [sum(int(lengths[rows].sum()) for step in m for rows in step) for m in mini_batches]
+    tokens = [
+        sum(int(lengths[rows].sum()) for step in m for rows in step) for m in mini_batches
+    ]
     assert tokens == sorted(tokens)
     assert tokens[-1] > 3 * tokens[0]
 
@@ -107,7 +134,10 @@ def test_plans_of_other_systems_do_not_depend_on_the_order_given(name, order):
     for own in (lengths, lengths[np.array(order)]):
         plan = plan_batch(own, ranks=3, max_tokens=80, algorithm=name)
         loads.append(
-            [sorted(sorted(own[rows].tolist()) for rows in s.ranks) for s in plan.mini_batches[0].micro_steps]
+            [
+                sorted(sorted(own[rows].tolist()) for rows in s.ranks)
+                for s in plan.mini_batches[0].micro_steps
+            ]
         )
     assert loads[0] == loads[1]
 

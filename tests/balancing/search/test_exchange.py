@@ -18,7 +18,9 @@ def loads(groups, weights):
 def evened(groups, weights, caps=FREE, sizes=None, **options):
     """Index lists in, index lists out."""
     sizes = np.array(weights if sizes is None else sizes)
-    after = even_out(Grouping.of(groups, len(weights)), np.array(weights, float), sizes, caps, **options)
+    after = even_out(
+        Grouping.of(groups, len(weights)), np.array(weights, float), sizes, caps, **options
+    )
     return [members.tolist() for members in after.members()]
 
 
@@ -26,31 +28,48 @@ def evened(groups, weights, caps=FREE, sizes=None, **options):
 def cases(draw):
     """Groups that keep their caps, with sizes that need not follow the weights."""
     weights = np.array(draw(st.lists(st.integers(0, 300), min_size=1, max_size=40)), float)
-    sizes = np.array(draw(st.lists(st.integers(1, 50), min_size=len(weights), max_size=len(weights))))
+    sizes = np.array(
+        draw(st.lists(st.integers(1, 50), min_size=len(weights), max_size=len(weights)))
+    )
     count = draw(st.integers(1, 8))
     equal_size = draw(st.booleans())
     group_of = np.arange(len(weights)) % count
     if not equal_size:
         group_of = np.array(
-            draw(st.lists(st.integers(0, count - 1), min_size=len(weights), max_size=len(weights)))
+            draw(
+                st.lists(
+                    st.integers(0, count - 1), min_size=len(weights), max_size=len(weights)
+                )
+            )
         )
-    tokens = int(np.bincount(group_of, weights=sizes, minlength=count).max()) + draw(st.integers(0, 30))
+    tokens = int(np.bincount(group_of, weights=sizes, minlength=count).max()) + draw(
+        st.integers(0, 30)
+    )
     sequences = int(np.bincount(group_of).max()) + draw(st.integers(0, 2))
     return Grouping(group_of, count), weights, sizes, Caps(tokens, sequences), equal_size
 
 
 @settings(deadline=None)  # the first example compiles
 @given(cases(), st.booleans())
-def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(case, only_heaviest):
+def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(
+    case, only_heaviest
+):
     before, weights, sizes, caps, equal_size = case
-    after = even_out(before, weights, sizes, caps, equal_size=equal_size, only_heaviest=only_heaviest)
+    after = even_out(
+        before, weights, sizes, caps, equal_size=equal_size, only_heaviest=only_heaviest
+    )
     assert (after.sizes()[before.sizes() > 0] > 0).all()
     assert after.sums(sizes).max() <= caps.max_tokens
     assert after.sizes().max() <= caps.max_sequences
     assert not equal_size or np.ptp(after.sizes()) <= 1
     assert after.sums(weights).max() <= before.sums(weights).max()
     order = np.argsort(-weights, kind="stable")
-    arguments = (weights[order], sizes[order].astype(float), before.group_of[order], before.count)
+    arguments = (
+        weights[order],
+        sizes[order].astype(float),
+        before.group_of[order],
+        before.count,
+    )
     limits = (
         float(caps.max_tokens),
         float(caps.max_sequences),
@@ -60,7 +79,10 @@ def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(cas
         10_000_000,
     )
     interpreted = getattr(exchange_until_even, "py_func", exchange_until_even)
-    assert exchange_until_even(*arguments, *limits).tolist() == interpreted(*arguments, *limits).tolist()
+    assert (
+        exchange_until_even(*arguments, *limits).tolist()
+        == interpreted(*arguments, *limits).tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +95,9 @@ def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(cas
         ([[0, 1, 2, 3], [4, 5, 6, 7]], [40, 10, 10, 2, 28, 20, 5, 5], True, [60, 60]),
     ],
 )
-def test_moves_and_exchanges_of_one_or_two_even_groups(groups, weights, equal_size, expected):
+def test_moves_and_exchanges_of_one_or_two_even_groups(
+    groups, weights, equal_size, expected
+):
     after = evened(groups, weights, equal_size=equal_size)
     assert loads(after, weights) == expected
     assert len({len(group) for group in after}) == 1
@@ -82,8 +106,20 @@ def test_moves_and_exchanges_of_one_or_two_even_groups(groups, weights, equal_si
 @pytest.mark.parametrize(
     ("groups", "weights", "caps", "equal_size", "expected"),
     [
-        ([[0, 1, 2], [3, 4]], [4, 5, 1, 1, 6], FREE, True, [9, 8]),  # the larger group becomes the smaller
-        ([[0, 1], [2, 3, 4]], [6, 2, 1, 1, 1], Caps(100, 3), False, [7, 4]),  # a full group only exchanges
+        (
+            [[0, 1, 2], [3, 4]],
+            [4, 5, 1, 1, 6],
+            FREE,
+            True,
+            [9, 8],
+        ),  # the larger group becomes the smaller
+        (
+            [[0, 1], [2, 3, 4]],
+            [6, 2, 1, 1, 1],
+            Caps(100, 3),
+            False,
+            [7, 4],
+        ),  # a full group only exchanges
         ([[0, 1], [2, 3, 4]], [6, 2, 1, 1, 1], Caps(100, 4), False, [6, 5]),
     ],
 )
@@ -116,7 +152,9 @@ def test_only_heaviest_leaves_the_others_as_they_are():
 
 @pytest.mark.parametrize("only_heaviest", [True, False])
 def test_target_ends_the_search(only_heaviest):
-    assert evened([[0, 1], [2, 3]], [9, 8, 2, 1], only_heaviest=only_heaviest, target=17.0) == [
+    assert evened(
+        [[0, 1], [2, 3]], [9, 8, 2, 1], only_heaviest=only_heaviest, target=17.0
+    ) == [
         [0, 1],
         [2, 3],
     ]

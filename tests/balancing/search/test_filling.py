@@ -47,7 +47,9 @@ def test_lightest_keeps_caps_and_is_the_same_interpreted(sizes, count, cap, most
 
 
 def test_lightest_leaves_no_bin_empty_where_sequences_weigh_nothing():
-    assert fill_lightest(np.arange(4), np.array([1] * 4), np.zeros(4), 4, 10, 9).tolist() == [0, 1, 2, 3]
+    assert fill_lightest(
+        np.arange(4), np.array([1] * 4), np.zeros(4), 4, 10, 9
+    ).tolist() == [0, 1, 2, 3]
 
 
 @settings(deadline=None)
@@ -64,7 +66,9 @@ def test_best_fit_keeps_caps_and_is_the_same_interpreted(sizes, cap, most):
 def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level):
     weights = np.square(sizes.astype(float))
     nowhere = np.full(len(sizes), -1)
-    assignment = placed(fill_to_level, order_of(weights), sizes, weights, nowhere, count, level, cap, most)
+    assignment = placed(
+        fill_to_level, order_of(weights), sizes, weights, nowhere, count, level, cap, most
+    )
     inside = assignment >= 0
     check_caps(assignment, sizes, cap, most)
     assert np.bincount(assignment[inside], weights[inside], 1).max() <= level * (1 + 1e-12)
@@ -72,8 +76,13 @@ def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level)
 
 @settings(deadline=None)
 @given(lengths, bins, caps, sequences, st.sampled_from([np.inf, 90.0, 900.0]), st.data())
-def test_level_is_the_lightest_bin_with_room_found_one_by_one(sizes, count, cap, most, level, data):
-    weights, places = np.square(sizes // 9 * 1.0), st.lists(st.integers(-1, count - 1), min_size=len(sizes))
+def test_level_is_the_lightest_bin_with_room_found_one_by_one(
+    sizes, count, cap, most, level, data
+):
+    weights, places = (
+        np.square(sizes // 9 * 1.0),
+        st.lists(st.integers(-1, count - 1), min_size=len(sizes)),
+    )
     before = np.array(data.draw(places))[: len(sizes)]
     expected = before.copy()
     for index in np.flatnonzero(before < 0):
@@ -88,17 +97,24 @@ def test_level_is_the_lightest_bin_with_room_found_one_by_one(sizes, count, cap,
         ]
         expected[index] = min(open_bins)[1] if open_bins else -1
     order = np.flatnonzero(before < 0)
-    assert fill_to_level(order, sizes, weights, before, count, level, cap, most).tolist() == expected.tolist()
+    assert (
+        fill_to_level(order, sizes, weights, before, count, level, cap, most).tolist()
+        == expected.tolist()
+    )
 
 
 def test_level_counts_what_is_placed_already():
     weights, placed = np.array([5.0, 4.0, 3.0]), np.array([0, -1, -1])
-    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9).tolist() == [
+    assert fill_to_level(
+        np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9
+    ).tolist() == [
         0,
         1,
         1,
     ]
-    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 1, 9.0, 10, 9).tolist() == [
+    assert fill_to_level(
+        np.arange(1, 3), np.array([1] * 3), weights, placed, 1, 9.0, 10, 9
+    ).tolist() == [
         0,
         0,
         -1,
@@ -108,6 +124,8 @@ def test_level_counts_what_is_placed_already():
 @settings(deadline=None)
 @given(lengths, caps, sequences, st.booleans(), st.floats(1, 2000))
 def test_runs_are_the_same_interpreted(sizes, cap, most, padded, level):
-    starts = placed(run_starts, sizes, np.square(sizes.astype(float)), cap, most, padded, level)
+    starts = placed(
+        run_starts, sizes, np.square(sizes.astype(float)), cap, most, padded, level
+    )
     assert starts[0] == 0
     assert (np.diff(starts) > 0).all()

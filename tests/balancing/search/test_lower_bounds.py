@@ -74,7 +74,11 @@ def test_sequences_that_fit_together_hold_up_fewer_steps():
     [
         ([6, 6, 6], 10, 3),  # L1 is 2; no two fit together
         ([5, 5, 5, 5], 10, 2),
-        ([7, 7, 4, 4, 4], 10, 4),  # beside a 7 there is no room for a 4, and only two of these fit together
+        (
+            [7, 7, 4, 4, 4],
+            10,
+            4,
+        ),  # beside a 7 there is no room for a 4, and only two of these fit together
         ([1] * 7, 7, 1),
     ],
 )
@@ -90,7 +94,10 @@ weight_lists = st.lists(st.integers(0, 100), min_size=3, max_size=8)
 
 
 def optimum(weights, k):
-    return min(np.bincount(chosen, weights, k).max() for chosen in product(range(k), repeat=len(weights)))
+    return min(
+        np.bincount(chosen, weights, k).max()
+        for chosen in product(range(k), repeat=len(weights))
+    )
 
 
 @settings(deadline=None)

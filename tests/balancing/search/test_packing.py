@@ -31,9 +31,19 @@ def tokens_of(lengths, group, layout, multiple):
     ("lengths", "cap", "options", "expected"),
     [
         (FIRST, 2000, {}, [[1, 5], [0, 2, 3, 4]]),  # of 1,500 tokens each
-        (FIRST, 2000, {"workloads": np.square(FIRST)}, [[1, 5], [0, 2, 3, 4]]),  # 1,170,000 and 1,075,000
+        (
+            FIRST,
+            2000,
+            {"workloads": np.square(FIRST)},
+            [[1, 5], [0, 2, 3, 4]],
+        ),  # 1,170,000 and 1,075,000
         (FIRST, 2000, {"algorithm": "none"}, [[0, 1, 2], [3, 4, 5]]),
-        ([7] * 8, 8, {}, [[i] for i in range(8)]),  # systems that count tokens / cap pack two together
+        (
+            [7] * 8,
+            8,
+            {},
+            [[i] for i in range(8)],
+        ),  # systems that count tokens / cap pack two together
         ([4096, 2000, 2000, 2000], 5050, {}, [[0], [1, 3], [2]]),
         ([5] * 4, 100, {"min_count": 3}, [[0, 3], [1], [2]]),
         ([200, 240], 512, {"layout": "padded", "length_multiple": 64}, [[0, 1]]),
@@ -65,10 +75,17 @@ def requests(draw, max_size=40):
     st.sampled_from(["none", "load_balance"]),
     st.booleans(),
 )
-def test_d2_m3_v6_every_promise_holds_or_is_refused(request_, min_count, multiple_of, algorithm, weighted):
+def test_d2_m3_v6_every_promise_holds_or_is_refused(
+    request_, min_count, multiple_of, algorithm, weighted
+):
     lengths, cap, options = request_
     workloads = np.square(lengths) if weighted else None
-    arguments = {**options, "min_count": min_count, "multiple_of": multiple_of, "algorithm": algorithm}
+    arguments = {
+        **options,
+        "min_count": min_count,
+        "multiple_of": multiple_of,
+        "algorithm": algorithm,
+    }
     try:
         groups = pack(lengths, cap, workloads=workloads, **arguments)
     except CountError:
@@ -76,7 +93,10 @@ def test_d2_m3_v6_every_promise_holds_or_is_refused(request_, min_count, multipl
         assert -(-max(fewest, min_count) // multiple_of) * multiple_of > len(lengths)
         return
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
-    assert all(tokens_of(lengths, g, options["layout"], options["length_multiple"]) <= cap for g in groups)
+    assert all(
+        tokens_of(lengths, g, options["layout"], options["length_multiple"]) <= cap
+        for g in groups
+    )
     assert all(1 <= len(g) <= (options["max_sequences"] or len(lengths)) for g in groups)
     assert len(groups) >= min_count
     assert len(groups) % multiple_of == 0
@@ -90,7 +110,9 @@ def fewest_by_force(lengths, cap, max_sequences, layout, multiple):
         for choice in product(range(count), repeat=n):
             groups = [[i for i in range(n) if choice[i] == c] for c in range(count)]
             if all(
-                g and len(g) <= max_sequences and tokens_of(lengths, np.array(g), layout, multiple) <= cap
+                g
+                and len(g) <= max_sequences
+                and tokens_of(lengths, np.array(g), layout, multiple) <= cap
                 for g in groups
             ):
                 return count
@@ -102,11 +124,18 @@ def fewest_by_force(lengths, cap, max_sequences, layout, multiple):
 def test_v6_the_count_is_the_smallest_that_fits(request_):
     lengths, cap, options = request_
     fewest = fewest_by_force(
-        lengths, cap, options["max_sequences"] or 99, options["layout"], options["length_multiple"]
+        lengths,
+        cap,
+        options["max_sequences"] or 99,
+        options["layout"],
+        options["length_multiple"],
     )
     assert len(pack(lengths, cap, **options)) == fewest
     if options["layout"] == "packed":
-        sizes = -(-np.asarray(lengths) // options["length_multiple"]) * options["length_multiple"]
+        sizes = (
+            -(-np.asarray(lengths) // options["length_multiple"])
+            * options["length_multiple"]
+        )
         assert fewest_bins(sizes, cap, options["max_sequences"] or 99) <= fewest
 
 
@@ -120,7 +149,9 @@ def test_caps_are_kept_up_to_their_own_value() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["load_balance", "none"])
-def test_one_more_micro_batch_is_tried_where_the_bound_cannot_be_attained(algorithm: str) -> None:
+def test_one_more_micro_batch_is_tried_where_the_bound_cannot_be_attained(
+    algorithm: str,
+) -> None:
     """Three of six tokens are 18 of two caps of 10, and fit into three."""
     assert len(pack([6, 6, 6], max_tokens=10, algorithm=algorithm)) == 3
     assert len(pack([6, 6, 6, 6, 6], max_tokens=10, algorithm=algorithm)) == 5
@@ -144,7 +175,11 @@ def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 200), st.integers(1, 80))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    st.integers(60, 200),
+    st.integers(1, 80),
+)
 def test_best_fit_takes_at_most_its_bound(lengths, cap, most):
     sizes, caps = np.array(lengths), Caps(cap, most)
     assert fewest_by_best_fit(sizes, caps) <= most_by_best_fit(sizes, caps)
@@ -152,7 +187,9 @@ def test_best_fit_takes_at_most_its_bound(lengths, cap, most):
 
 def test_the_bound_of_best_fit_is_near_the_fewest_if_short_sequences_fill_what_long_ones_leave():
     sizes, cap = (
-        np.clip(np.random.default_rng(0).lognormal(np.log(1500), 0.9, 1 << 16), 16, 16_384).astype(int),
+        np.clip(
+            np.random.default_rng(0).lognormal(np.log(1500), 0.9, 1 << 16), 16, 16_384
+        ).astype(int),
         32_768,
     )
     fewest = fewest_bins(sizes, cap, len(sizes))
@@ -162,7 +199,9 @@ def test_the_bound_of_best_fit_is_near_the_fewest_if_short_sequences_fill_what_l
 def test_v6_full_micro_batches_are_found_and_even():
     # 99.9 % full: neither longest-first nor best-fit-decreasing alone gives even loads in the fewest
     # micro-batches.
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 4096), 16, 8192).astype(int)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(np.log(600), 1, 4096), 16, 8192
+    ).astype(int)
     workloads = lengths * (7e4 + lengths.astype(float))
     groups = pack(lengths, 16384, workloads=workloads)
     loads = np.array([workloads[group].sum() for group in groups])
@@ -178,11 +217,23 @@ def test_v6_full_micro_batches_are_found_and_even():
         ([[1], [2, 3]], 10, {}, LengthError, "not an array"),
         (["a"], 10, {}, LengthError, "Pass whole numbers"),
         ([3, 12], 10, {}, OverCapError, r"lengths\[1\] is 12 tokens, above max_tokens=10"),
-        ([3, 9], 10, {"length_multiple": 8}, OverCapError, r"9 tokens \(16 after alignment\).*at least 16"),
+        (
+            [3, 9],
+            10,
+            {"length_multiple": 8},
+            OverCapError,
+            r"9 tokens \(16 after alignment\).*at least 16",
+        ),
         ([3], 10, {"min_count": 2}, CountError, "1 sequences cannot fill 2 micro-batches"),
         ([3, 3, 3], 10, {"min_count": 2, "multiple_of": 4}, CountError, "multiple_of=4"),
         ([3, 3], 10, {"workloads": [1]}, WeightError, "workloads holds 1 values for 2"),
-        ([3, 3], 10, {"workloads": [1, float("nan")]}, WeightError, r"workloads\[1\] is nan"),
+        (
+            [3, 3],
+            10,
+            {"workloads": [1, float("nan")]},
+            WeightError,
+            r"workloads\[1\] is nan",
+        ),
         ([3], 10, {"algorithm": "magic"}, OptionError, "algorithm='magic'"),
     ],
 )

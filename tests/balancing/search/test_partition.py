@@ -24,7 +24,9 @@ def sums(weights, sets):
     return np.array([np.asarray(weights)[indices].sum() for indices in sets])
 
 
-@given(st.lists(st.integers(0, 2**18), min_size=1) | st.lists(st.floats(0, 2**18), min_size=1))
+@given(
+    st.lists(st.integers(0, 2**18), min_size=1) | st.lists(st.floats(0, 2**18), min_size=1)
+)
 def test_weights_are_taken_from_the_heaviest_on_equal_ones_in_their_order(weights):
     assert _heaviest_first(np.array(weights, np.float64)).tolist() == sorted(
         range(len(weights)), key=lambda index: -weights[index]
@@ -40,7 +42,10 @@ def differencing_by_the_book(weights, k):
 
 def join_solutions(solutions):
     """k sums copied and sorted at every join, until one solution is left."""
-    heap = [(min(sums_) - max(sums_), number, sorted(sums_)) for number, sums_ in enumerate(solutions)]
+    heap = [
+        (min(sums_) - max(sums_), number, sorted(sums_))
+        for number, sums_ in enumerate(solutions)
+    ]
     heapq.heapify(heap)
     number = len(heap)
     while len(heap) > 1:
@@ -58,12 +63,16 @@ def join_solutions(solutions):
     equal_size=st.booleans(),
     algorithm=st.sampled_from(ALGORITHMS),
 )
-def test_v2_every_index_is_in_one_set_sorted_and_counts_are_kept(weights, k, equal_size, algorithm):
+def test_v2_every_index_is_in_one_set_sorted_and_counts_are_kept(
+    weights, k, equal_size, algorithm
+):
     k = min(k, len(weights))
     sets = partition(weights, k, equal_size=equal_size, algorithm=algorithm)
     assert len(sets) == k
     assert sorted(np.concatenate(sets)) == list(range(len(weights)))
-    assert all(indices.dtype == np.int64 and (np.diff(indices) > 0).all() for indices in sets)
+    assert all(
+        indices.dtype == np.int64 and (np.diff(indices) > 0).all() for indices in sets
+    )
     counts = [len(indices) for indices in sets]
     assert min(counts) >= 1
     if equal_size:
@@ -77,8 +86,16 @@ def test_v2_every_index_is_in_one_set_sorted_and_counts_are_kept(weights, k, equ
     equal_size=st.booleans(),
     algorithm=st.sampled_from(ALGORITHMS),
 )
-def test_more_sets_than_weights_leave_empty_ones_when_allowed(weights, k, equal_size, algorithm):
-    sets = partition(weights, len(weights) + k, equal_size=equal_size, algorithm=algorithm, allow_empty=True)
+def test_more_sets_than_weights_leave_empty_ones_when_allowed(
+    weights, k, equal_size, algorithm
+):
+    sets = partition(
+        weights,
+        len(weights) + k,
+        equal_size=equal_size,
+        algorithm=algorithm,
+        allow_empty=True,
+    )
     assert sorted(len(indices) for indices in sets) == [0] * k + [1] * len(weights)
 
 
@@ -89,15 +106,21 @@ def test_more_sets_than_weights_leave_empty_ones_when_allowed(weights, k, equal_
 )
 def test_distinct_weights_are_split_alike_in_any_order(weights, algorithm):
     ordered = sorted(weights)
-    expected = {frozenset(np.array(ordered)[s].tolist()) for s in partition(ordered, 3, algorithm=algorithm)}
+    expected = {
+        frozenset(np.array(ordered)[s].tolist())
+        for s in partition(ordered, 3, algorithm=algorithm)
+    }
     assert {
-        frozenset(np.array(weights)[s].tolist()) for s in partition(weights, 3, algorithm=algorithm)
+        frozenset(np.array(weights)[s].tolist())
+        for s in partition(weights, 3, algorithm=algorithm)
     } == expected
 
 
 def test_p8_differencing_of_the_textbook_example():
     # 8, 7, 6, 5, 4 in two sets: differencing ends at 16 and 14 (the optimum is 15 and 15).
-    assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2, algorithm="karmarkar_karp"))) == [
+    assert sorted(
+        sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2, algorithm="karmarkar_karp"))
+    ) == [
         14,
         16,
     ]
@@ -118,7 +141,9 @@ def test_p8_differencing_of_equal_counts_starts_from_runs(k):
     for weights in np.random.default_rng(k).integers(1, 2**40, (20, 6 * k)).tolist():
         ordered = sorted(weights, reverse=True)
         runs = [ordered[start : start + k] for start in range(0, len(ordered), k)]
-        ours = sums(weights, partition(weights, k, equal_size=True, algorithm="karmarkar_karp"))
+        ours = sums(
+            weights, partition(weights, k, equal_size=True, algorithm="karmarkar_karp")
+        )
         assert sorted(ours) == sorted(join_solutions(runs))
 
 
@@ -137,7 +162,11 @@ print(json.dumps([plans, [str(w.message) for w in caught if w.category is Runtim
 def test_without_numba_there_is_one_warning_and_the_same_partitions():
     random = np.random.default_rng(3)
     requests = [
-        (random.integers(1, 2000, count).tolist(), k, {"equal_size": equal_size, "algorithm": algorithm})
+        (
+            random.integers(1, 2000, count).tolist(),
+            k,
+            {"equal_size": equal_size, "algorithm": algorithm},
+        )
         for count, k in [(9, 2), (30, 4), (50, 7), (7, 7)]
         for equal_size in (True, False)
         for algorithm in ALGORITHMS
@@ -148,26 +177,36 @@ def test_without_numba_there_is_one_warning_and_the_same_partitions():
     assert len(messages) == 1
     assert "Numba cannot be imported" in messages[0]
     assert plans == [
-        [s.tolist() for s in partition(weights, k, **options)] for weights, k, options in requests
+        [s.tolist() for s in partition(weights, k, **options)]
+        for weights, k, options in requests
     ]
 
 
 @settings(deadline=None)
-@given(weights=st.lists(st.integers(1, 100), min_size=3, max_size=7), equal_size=st.booleans())
+@given(
+    weights=st.lists(st.integers(1, 100), min_size=3, max_size=7), equal_size=st.booleans()
+)
 def test_refined_is_never_far_from_the_optimum(weights, equal_size):
     k, least = 3, len(weights) // 3
     best = min(
-        max(sum(w for w, c in zip(weights, choice, strict=True) if c == s) for s in range(k))
+        max(
+            sum(w for w, c in zip(weights, choice, strict=True) if c == s) for s in range(k)
+        )
         for choice in product(range(k), repeat=len(weights))
-        if not equal_size or all(least <= choice.count(s) <= least + (len(weights) % k > 0) for s in range(k))
+        if not equal_size
+        or all(least <= choice.count(s) <= least + (len(weights) % k > 0) for s in range(k))
     )
     heaviest = sums(weights, partition(weights, k, equal_size=equal_size)).max()
-    longest = sums(weights, partition(weights, k, equal_size=equal_size, algorithm="longest_first")).max()
+    longest = sums(
+        weights, partition(weights, k, equal_size=equal_size, algorithm="longest_first")
+    ).max()
     assert best <= heaviest <= longest
 
 
 def test_many_weights_per_set_come_within_1e_5_of_the_mean_with_equal_counts():
-    weights = np.clip(np.random.default_rng(1).lognormal(np.log(600), 1, 4096), 16, 8192).astype(int)
+    weights = np.clip(
+        np.random.default_rng(1).lognormal(np.log(600), 1, 4096), 16, 8192
+    ).astype(int)
     sets = partition(weights, 64, equal_size=True)
     assert {len(s) for s in sets} == {64}
     heaviest = sums(weights, sets).max()

@@ -6,18 +6,37 @@ from typing import Any
 import numpy as np
 import pytest
 
-from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload, step_time
+from balancing.time_model import (
+    MACHINES,
+    Efficiency,
+    Layout,
+    ModelShape,
+    Workload,
+    step_time,
+)
 from balancing.time_model.fitting import Measured, fit
 from balancing.time_model.generation import generation
 from balancing.time_model.machine import SPREADS
 from balancing.time_model.step_time import transfer_terms
 from balancing.time_model.training import micro_step_terms, sharding_seconds
 
-LAYOUT = Layout(dp=1, engines=1, gpus_per_node=2, placement="shared_memory", dtype="float32", compiled=False)
+LAYOUT = Layout(
+    dp=1,
+    engines=1,
+    gpus_per_node=2,
+    placement="shared_memory",
+    dtype="float32",
+    compiled=False,
+)
 LAYOUT = replace(LAYOUT, engine_gib=1.0)
 STATED = MACHINES["cpu"]
 REAL = replace(
-    STATED, kernel=3e-5, micro_batch=0.05, engine_step=6e-3, engine_layer=2e-4, engine_sequence=1e-4
+    STATED,
+    kernel=3e-5,
+    micro_batch=0.05,
+    engine_step=6e-3,
+    engine_layer=2e-4,
+    engine_sequence=1e-4,
 )
 REACHED = Efficiency(matmul=0.5, attention=0.2, elementwise=0.4, decode=0.3, prefill=0.7)
 
@@ -55,10 +74,18 @@ def run_of(shape: ModelShape, *, noise: float = 0.0) -> Measured:
         REAL.micro_batch,
     ]
     seconds = terms @ np.array(values) * rng.normal(1, noise, 40)
-    made = [(work(seed), generation(shape, LAYOUT, work(seed), REAL, REACHED)) for seed in range(10)]
+    made = [
+        (work(seed), generation(shape, LAYOUT, work(seed), REAL, REACHED))
+        for seed in range(10)
+    ]
     generations = [(each, found.prefill + found.decode) for each, found in made]
     return Measured(
-        shape, LAYOUT, np.stack([tokens, squared, seconds], axis=1), generations, [0.3] * 5, [0.5] * 5
+        shape,
+        LAYOUT,
+        np.stack([tokens, squared, seconds], axis=1),
+        generations,
+        [0.3] * 5,
+        [0.5] * 5,
     )
 
 
@@ -69,12 +96,17 @@ def test_two_sizes_predict_a_third(noise: float) -> None:
     )
     between = model(256, 6)
     real, said = (
-        step_time(between, LAYOUT, work(99), *each) for each in ((REAL, REACHED), (machine, efficiency))
+        step_time(between, LAYOUT, work(99), *each)
+        for each in ((REAL, REACHED), (machine, efficiency))
     )
     for name in ("update", "decode"):
-        assert said.phases[name].seconds == pytest.approx(real.phases[name].seconds, rel=0.1)
+        assert said.phases[name].seconds == pytest.approx(
+            real.phases[name].seconds, rel=0.1
+        )
     assert efficiency.spread["training"] == pytest.approx(0.1, abs=0.02)
-    assert {name for name, error in efficiency.spread.items() if error != SPREADS[name]} == {
+    assert {
+        name for name, error in efficiency.spread.items() if error != SPREADS[name]
+    } == {
         "training",
         "generation",
         "overheads",
@@ -85,11 +117,15 @@ def test_one_size_predicts_itself() -> None:
     shape = model(256, 6)
     machine, efficiency = fit([run_of(shape)], STATED)
     said, real = (
-        step_time(shape, LAYOUT, work(7), *each) for each in ((machine, efficiency), (REAL, REACHED))
+        step_time(shape, LAYOUT, work(7), *each)
+        for each in ((machine, efficiency), (REAL, REACHED))
     )
-    assert said.phases["update"].seconds == pytest.approx(real.phases["update"].seconds, rel=0.05)
+    assert said.phases["update"].seconds == pytest.approx(
+        real.phases["update"].seconds, rel=0.05
+    )
     sampled, expected = (
-        sum(each.phases[name].seconds for name in ("prefill", "decode")) for each in (said, real)
+        sum(each.phases[name].seconds for name in ("prefill", "decode"))
+        for each in (said, real)
     )
     assert sampled == pytest.approx(expected, rel=0.05)
     assert said.phases["transfer"].seconds == pytest.approx(0.3, rel=0.1)
@@ -104,12 +140,16 @@ def test_transfers_of_flat_and_wide_models_predict_a_deep_one() -> None:
         return step_time(shape, LAYOUT, work(3), *found).phases["transfer"].seconds
 
     runs = [
-        Measured(each, LAYOUT, np.zeros((0, 3)), (), [seconds(each, real, Efficiency())] * 4)
+        Measured(
+            each, LAYOUT, np.zeros((0, 3)), (), [seconds(each, real, Efficiency())] * 4
+        )
         for each in shapes
     ]
     found = fit(runs, STATED)
     for shape in (model(128, 6), model(512, 7), model(512, 16)):
-        assert seconds(shape, *found) == pytest.approx(seconds(shape, real, Efficiency()), rel=0.1)
+        assert seconds(shape, *found) == pytest.approx(
+            seconds(shape, real, Efficiency()), rel=0.1
+        )
 
 
 def test_what_no_run_shows_stays_as_stated() -> None:
@@ -126,12 +166,16 @@ def test_two_ranks_show_the_links_and_the_contention_of_cpus() -> None:
     seconds = alone.micro_steps[:, 2] * real.contention + sent / reached.link + latency
     slower = np.stack([*alone.micro_steps.T[:2], seconds], axis=1)
     transfers = [
-        0.3 + float(np.dot(transfer_terms(shape, two, real)[3:], (real.latency, 1 / reached.link)))
+        0.3
+        + float(
+            np.dot(transfer_terms(shape, two, real)[3:], (real.latency, 1 / reached.link))
+        )
     ] * 5
     machine, efficiency = fit([alone, Measured(shape, two, slower, (), transfers)], STATED)
     assert machine.contention == pytest.approx(real.contention, rel=0.05)
     said, expected = (
-        step_time(shape, two, work(5), *each).phases for each in ((machine, efficiency), (real, reached))
+        step_time(shape, two, work(5), *each).phases
+        for each in ((machine, efficiency), (real, reached))
     )
     for name in ("update", "collectives"):
         assert said[name].seconds == pytest.approx(expected[name].seconds, rel=0.15)
@@ -143,10 +187,19 @@ def test_a_run_without_a_quiet_role_keeps_the_stated_contention() -> None:
     found = run_of(shape)
     machine, efficiency = fit([Measured(shape, two, found.micro_steps)], STATED)
     assert machine.contention == STATED.contention
-    terms = np.stack(micro_step_terms(shape, two, machine, *found.micro_steps.T[:2]), axis=1)
-    values = [1 / efficiency.matmul, 1 / efficiency.attention, 1 / efficiency.elementwise, machine.kernel]
+    terms = np.stack(
+        micro_step_terms(shape, two, machine, *found.micro_steps.T[:2]), axis=1
+    )
+    values = [
+        1 / efficiency.matmul,
+        1 / efficiency.attention,
+        1 / efficiency.elementwise,
+        machine.kernel,
+    ]
     waits = sharding_seconds(shape, two, machine, 2, 1)
     said = (
-        machine.contention * (terms @ [*values, machine.micro_batch]) + waits[0] / efficiency.link + waits[1]
+        machine.contention * (terms @ [*values, machine.micro_batch])
+        + waits[0] / efficiency.link
+        + waits[1]
     )
     assert np.median(said / found.micro_steps[:, 2]) == pytest.approx(1, rel=0.1)

@@ -8,13 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload
-from balancing.time_model.generation import _starts, batches, engine_step, generation, slots_of
+from balancing.time_model.generation import (
+    _starts,
+    batches,
+    engine_step,
+    generation,
+    slots_of,
+)
 from tests.balancing.time_model.shapes import SHAPE
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
-def step_by_step(prompts: list[int], responses: list[int], slots: int) -> list[tuple[int, int]]:
+def step_by_step(
+    prompts: list[int], responses: list[int], slots: int
+) -> list[tuple[int, int]]:
     """Running requests and their tokens in every engine step, in which each finished one makes room for the
     next.
     """
@@ -42,11 +50,15 @@ def test_batches_are_those_of_an_engine_that_samples_one_token_at_a_time(
     assert running.max() <= slots
     assert np.repeat(running, steps.astype(int)).tolist() == [batch for batch, _ in every]
     # `tokens` is the mean over the steps of a stretch, of the middle of each step
-    assert float(steps @ tokens) == pytest.approx(sum(total + batch / 2 for batch, total in every))
+    assert float(steps @ tokens) == pytest.approx(
+        sum(total + batch / 2 for batch, total in every)
+    )
 
 
 @given(lengths, st.integers(1, 4))
-def test_the_engine_with_the_longest_response_is_simulated(responses: list[int], engines: int) -> None:
+def test_the_engine_with_the_longest_response_is_simulated(
+    responses: list[int], engines: int
+) -> None:
     _, starts, ends, _ = _starts(
         Workload([1] * len(responses), responses, samples_per_prompt=1), engines, 1000
     )
@@ -73,7 +85,16 @@ def test_an_engine_step_reads_weights_and_keys_once() -> None:
 
 def test_experts_are_read_as_far_as_a_batch_uses_them() -> None:
     shape = ModelShape(
-        2, 64, 100, 1000.0, 300.0, 8.0, 16, experts=10, experts_active=1, expert_parameters=800.0
+        2,
+        64,
+        100,
+        1000.0,
+        300.0,
+        8.0,
+        16,
+        experts=10,
+        experts_active=1,
+        expert_parameters=800.0,
     )
     model = (shape, Layout(), MACHINES["H100"], Efficiency(decode=1.0))
     one, many = engine_step(*model, np.array([1.0, 1000.0]), np.zeros(2))[0].tolist()
@@ -91,9 +112,17 @@ def test_memory_limits_the_requests_of_an_engine() -> None:
 def test_a_group_is_read_once_by_whole_blocks() -> None:
     machine, layout = MACHINES["H100"], Layout(engines=1)
     alone = generation(
-        SHAPE, layout, Workload([40] * 8, [10] * 8, samples_per_prompt=1), machine, Efficiency()
+        SHAPE,
+        layout,
+        Workload([40] * 8, [10] * 8, samples_per_prompt=1),
+        machine,
+        Efficiency(),
     )
     shared = generation(
-        SHAPE, layout, Workload([40] * 8, [10] * 8, samples_per_prompt=8), machine, Efficiency()
+        SHAPE,
+        layout,
+        Workload([40] * 8, [10] * 8, samples_per_prompt=8),
+        machine,
+        Efficiency(),
     )
     assert shared.prefill / alone.prefill == pytest.approx((8 * 40 - 7 * 32) / (8 * 40))

@@ -9,11 +9,21 @@ from hypothesis import strategies as st
 
 from balancing.time_model import Efficiency, Layout, ModelShape, Workload, machine_named
 from balancing.time_model.memory import Needs, engine_holds, training_gib
-from balancing.time_model.search import Problem, best_layouts, engine_halves, training_halves
+from balancing.time_model.search import (
+    Problem,
+    best_layouts,
+    engine_halves,
+    training_halves,
+)
 from balancing.time_model.training import held_parameters
 from tests.balancing.published_models import QWEN3_5_9B
 
-SEVEN = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+}
 SEVEN |= {"num_key_value_heads": 4, "vocab_size": 152_064}
 THIRTY_TWO = {
     "hidden_size": 5120,
@@ -83,16 +93,24 @@ def test_the_first_layouts_are_those_of_the_exhaustive_search(data: st.DataObjec
         "intermediate_size": 4096,
         "num_hidden_layers": data.draw(st.integers(2, 40)),
     }
-    model = sizes | {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000} | experts
+    model = (
+        sizes
+        | {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000}
+        | experts
+    )
     problem = Problem(
         ModelShape.from_model_config(model),
-        Workload([100] * 32, lengths, samples_per_prompt=4, updates=data.draw(st.integers(1, 4))),
+        Workload(
+            [100] * 32, lengths, samples_per_prompt=4, updates=data.draw(st.integers(1, 4))
+        ),
         machine_named(data.draw(st.sampled_from(["H100", "L40S"]))),
         Efficiency(),
     )
     nodes, gpus = data.draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (4, 2)]))
     base, needs = (
-        Layout(nodes=nodes, gpus_per_node=gpus, max_tokens=data.draw(st.integers(1000, 40_000))),
+        Layout(
+            nodes=nodes, gpus_per_node=gpus, max_tokens=data.draw(st.integers(1000, 40_000))
+        ),
         Needs(),
     )
     room = data.draw(st.floats(5.0, 80.0))
@@ -107,7 +125,11 @@ def test_the_first_layouts_are_those_of_the_exhaustive_search(data: st.DataObjec
         return list(training_halves(base, ranks, problem.shape.experts))
 
     found = list(islice(best_layouts(problem, base, engines, halves, fits), 10))
-    pairs = [replace(base, **half, **trainer) for ranks, half in engines for trainer in halves(ranks)]
+    pairs = [
+        replace(base, **half, **trainer)
+        for ranks, half in engines
+        for trainer in halves(ranks)
+    ]
     every = sorted(problem.seconds(layout).seconds for layout in pairs if fits(layout))
     assert [step.seconds for step, _ in found] == every[:10]
 

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing.errors import OptionError
-from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload, machine_named, step_time
+from balancing.time_model import (
+    MACHINES,
+    Efficiency,
+    Layout,
+    ModelShape,
+    Workload,
+    machine_named,
+    step_time,
+)
 from balancing.time_model.training import OF_OPTIMIZER, shares, training
 from tests.balancing.published_models import PUBLISHED
 from tests.balancing.time_model.shapes import QWEN3_30B_A3B, SHAPE
@@ -19,7 +27,9 @@ H100 = MACHINES["H100"]
 
 def work(samples: int = 256, seed: int = 0) -> Workload:
     rng = np.random.default_rng(seed)
-    return Workload(np.repeat(rng.integers(50, 500, samples // 8), 8), rng.integers(1, 4000, samples))
+    return Workload(
+        np.repeat(rng.integers(50, 500, samples // 8), 8), rng.integers(1, 4000, samples)
+    )
 
 
 def test_parameters_are_those_of_the_published_models() -> None:
@@ -35,7 +45,9 @@ def test_parameters_are_those_of_the_published_models() -> None:
 def test_hybrids_and_windows_take_less_attention_and_memory_of_engines() -> None:
     hybrid = ModelShape.from_model_config(PUBLISHED["Qwen3-Next-80B-A3B"].config)
     assert hybrid.parameters == pytest.approx(79.7e9, rel=0.01)
-    assert hybrid.kept(1000) == 12 * 2 * 2 * 256 * 1000 + PUBLISHED["Qwen3-Next-80B-A3B"].state
+    assert (
+        hybrid.kept(1000) == 12 * 2 * 2 * 256 * 1000 + PUBLISHED["Qwen3-Next-80B-A3B"].state
+    )
     windowed = ModelShape.from_model_config(PUBLISHED["Gemma-3-4B"].config)
     of_a_token = 2 * 4 * 256
     assert windowed.kept(np.array([1000.0, 5000.0])).tolist() == [
@@ -44,14 +56,19 @@ def test_hybrids_and_windows_take_less_attention_and_memory_of_engines() -> None
     ]
     long = Workload([0] * 8, [8192] * 8, samples_per_prompt=1)
     unlimited = replace(windowed, windows=())
-    part, whole = (shares(Layout(max_tokens=8192), long, shape.windows) for shape in (windowed, unlimited))
+    part, whole = (
+        shares(Layout(max_tokens=8192), long, shape.windows)
+        for shape in (windowed, unlimited)
+    )
     assert part.tokens == whole.tokens
     assert part.squared == pytest.approx(whole.squared * (1 - 29 / 34 * (7 / 8) ** 2))
 
 
 def test_without_staleness_the_phases_add_up() -> None:
     found = step_time(SHAPE, Layout(dp=8, engines=8), work(), H100)
-    assert found.seconds == pytest.approx(sum(phase.seconds for phase in found.phases.values()))
+    assert found.seconds == pytest.approx(
+        sum(phase.seconds for phase in found.phases.values())
+    )
     assert found.step.low < found.seconds < found.step.high
     assert all(phase.low <= phase.seconds <= phase.high for phase in found.phases.values())
 
@@ -68,9 +85,13 @@ def test_better_hardware_is_never_slower(staleness: int, dp: int, engines: int) 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
 def test_staleness_never_slows_a_step_down(dp: int, engines: int) -> None:
     layout = Layout(dp=dp, engines=engines, placement="apart")
-    times = [step_time(SHAPE, replace(layout, staleness=each), work(), H100) for each in range(4)]
+    times = [
+        step_time(SHAPE, replace(layout, staleness=each), work(), H100) for each in range(4)
+    ]
     # Younger groups keep the batch large, so that the slowest group takes a little longer.
-    assert all(later.seconds <= earlier.seconds * 1.05 for earlier, later in pairwise(times))
+    assert all(
+        later.seconds <= earlier.seconds * 1.05 for earlier, later in pairwise(times)
+    )
     assert all(0 <= each.trainer_idle <= 1 and 0 <= each.engine_idle <= 1 for each in times)
 
 
@@ -81,12 +102,20 @@ def test_a_prompt_counts_once_in_each_part_of_a_group() -> None:
     assert whole.squared == 8 * 1500**2 - 7 * 1000**2
     assert shares(Layout(max_tokens=2500), group).tokens == 2 * 1000 + 8 * 500
     assert shares(Layout(shared_prompts=False), group).tokens == 8 * 1500
-    assert shares(Layout(dp=8, shared_prompts=False), Workload([10] * 8, [1000, *[1] * 7])).tokens == 1010
+    assert (
+        shares(
+            Layout(dp=8, shared_prompts=False), Workload([10] * 8, [1000, *[1] * 7])
+        ).tokens
+        == 1010
+    )
 
 
 def test_an_update_takes_the_time_of_its_products() -> None:
     machine = replace(H100, bandwidth=1e12, kernel=0.0, micro_batch=0.0)
-    layout, one = Layout(dp=1, engines=1, shared_prompts=False), Workload([100] * 8, [100] * 8)
+    layout, one = (
+        Layout(dp=1, engines=1, shared_prompts=False),
+        Workload([100] * 8, [100] * 8),
+    )
     found = training(SHAPE, layout, one, machine, Efficiency(matmul=1.0, attention=1.0))
     products, scores = 2 * SHAPE.active * 1600, SHAPE.attention * 8 * 200**2
     flops = 3 * (products + scores)
@@ -100,9 +129,9 @@ def test_an_update_takes_the_time_of_its_products() -> None:
     assert training(
         frozen, layout, one, machine, Efficiency(matmul=1.0, attention=1.0)
     ).update == pytest.approx((2 * products + 3 * scores) / 989.4e12, rel=1e-3)
-    assert training(SHAPE, layout, one, H100, Efficiency(elementwise=1.0)).optimizer == pytest.approx(
-        SHAPE.parameters * OF_OPTIMIZER / 3350e9
-    )
+    assert training(
+        SHAPE, layout, one, H100, Efficiency(elementwise=1.0)
+    ).optimizer == pytest.approx(SHAPE.parameters * OF_OPTIMIZER / 3350e9)
 
 
 def test_collectives_beyond_a_node_take_the_network() -> None:
@@ -119,11 +148,14 @@ def test_a_custom_machine_has_its_own_figures() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "faster"), [(1, 1.91), (2, 2.77), (3, 3.84)])
-def test_staleness_gains_what_the_simulated_schedule_gains(staleness: int, faster: float) -> None:
+def test_staleness_gains_what_the_simulated_schedule_gains(
+    staleness: int, faster: float
+) -> None:
     """docs/schedule-benchmark.md: 4 engines of 64 samples, a trainer of 14,000 tokens/s, the window 0.3."""
     rng = np.random.default_rng(0)
     simulated = Workload(
-        np.zeros(256, int), np.minimum(16384, 1 + rng.lognormal(np.log(1500), 1.0, 256)).astype(int)
+        np.zeros(256, int),
+        np.minimum(16384, 1 + rng.lognormal(np.log(1500), 1.0, 256)).astype(int),
     )
     rate = 14_000 * 3 * 2 * SHAPE.active / 1e12
     machine = replace(
@@ -132,10 +164,18 @@ def test_staleness_gains_what_the_simulated_schedule_gains(staleness: int, faste
         micro_batch=0.0,
     )  # fmt: skip
     efficiency = Efficiency(matmul=1.0, attention=1e6, prefill=1e6)
-    layout = Layout(placement="apart", engines=4, max_concurrent=64, engine_gib=1e6, shared_prompts=False)
+    layout = Layout(
+        placement="apart",
+        engines=4,
+        max_concurrent=64,
+        engine_gib=1e6,
+        shared_prompts=False,
+    )
     before, after = (
         step_time(SHAPE, replace(layout, staleness=each), simulated, machine, efficiency)
         for each in (0, staleness)
     )
-    assert before.phases["update"].seconds == pytest.approx(simulated.tokens / 14_000, rel=0.01)
+    assert before.phases["update"].seconds == pytest.approx(
+        simulated.tokens / 14_000, rel=0.01
+    )
     assert before.seconds / after.seconds == pytest.approx(faster, rel=0.15)

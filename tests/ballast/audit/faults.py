@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from ballast.audit.bundle import Bundle
-from tests.ballast.audit.steps import END, Recipe, clean_step, expected_advantages, with_reported_loss
+from tests.ballast.audit.steps import (
+    END,
+    Recipe,
+    clean_step,
+    expected_advantages,
+    with_reported_loss,
+)
 
 Change = Callable[[Bundle], Bundle]
 
@@ -29,7 +35,9 @@ def at_temperature(name: str, temperature: float) -> Change:
     """Give a column the temperature of a clean step made with another one."""
 
     def plant(bundle: Bundle) -> Bundle:
-        recipe = Recipe(temperature=bundle.facts.algorithm.temperature, precision=bundle.facts.precision)
+        recipe = Recipe(
+            temperature=bundle.facts.algorithm.temperature, precision=bundle.facts.precision
+        )
         other = clean_step(replace(recipe, temperature=temperature))
         return with_tokens(bundle, **{name: other.tokens[name]})
 
@@ -63,7 +71,10 @@ def with_rows(bundle: Bundle, **columns: np.ndarray) -> Bundle:
 
 
 def with_settings(bundle: Bundle, **settings: Any) -> Bundle:
-    return replace(bundle, facts=replace(bundle.facts, algorithm=replace(bundle.facts.algorithm, **settings)))
+    return replace(
+        bundle,
+        facts=replace(bundle.facts, algorithm=replace(bundle.facts.algorithm, **settings)),
+    )
 
 
 def with_facts(bundle: Bundle, **facts: Any) -> Bundle:
@@ -80,7 +91,9 @@ def change_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Chan
     def plant(bundle: Bundle) -> Bundle:
         mask = bundle.tokens["loss_mask"].astype(bool)
         column = bundle.tokens[name].astype(np.float64)
-        return with_tokens(bundle, **{name: np.where(mask, change(column), 0).astype(np.float32)})
+        return with_tokens(
+            bundle, **{name: np.where(mask, change(column), 0).astype(np.float32)}
+        )
 
     return plant
 
@@ -100,7 +113,9 @@ def shift_column(name: str, lag: int) -> Change:
 def zero_some(name: str, share: float) -> Change:
     def plant(bundle: Bundle) -> Bundle:
         chosen = np.random.default_rng(1).random(bundle.token_count) < share
-        return with_tokens(bundle, **{name: np.where(chosen, 0, bundle.tokens[name]).astype(np.float32)})
+        return with_tokens(
+            bundle, **{name: np.where(chosen, 0, bundle.tokens[name]).astype(np.float32)}
+        )
 
     return plant
 
@@ -127,7 +142,9 @@ def noise_in_rows(name: str, rows: list[int]) -> Change:
     def plant(bundle: Bundle) -> Bundle:
         chosen = np.isin(rows_of_tokens(bundle), rows) & (bundle.tokens["loss_mask"] > 0)
         noise = np.random.default_rng(2).normal(0, 1.5, bundle.token_count)
-        column = np.minimum(bundle.tokens[name] + np.where(chosen, noise, 0), -0.001 * chosen)
+        column = np.minimum(
+            bundle.tokens[name] + np.where(chosen, noise, 0), -0.001 * chosen
+        )
         return with_tokens(bundle, **{name: column.astype(np.float32)})
 
     return plant
@@ -144,7 +161,9 @@ def mask_from(distance: int) -> Change:
     """Let the mask begin `distance` tokens after the prompt's end, before it if negative."""
 
     def plant(bundle: Bundle) -> Bundle:
-        place = np.arange(bundle.token_count) - np.repeat(bundle.offsets[:-1], bundle.lengths)
+        place = np.arange(bundle.token_count) - np.repeat(
+            bundle.offsets[:-1], bundle.lengths
+        )
         begin = np.repeat(bundle.rows["prompt_length"] + distance, bundle.lengths)
         return with_tokens(bundle, loss_mask=(place >= begin).astype(np.int64))
 
@@ -183,12 +202,16 @@ def advantages_by(estimator: str) -> Change:
 
     def plant(bundle: Bundle) -> Bundle:
         rewards = bundle.rows["rewards"]
-        return with_advantages(bundle, _estimate(bundle, estimator, rewards, bundle.rows["group"]))
+        return with_advantages(
+            bundle, _estimate(bundle, estimator, rewards, bundle.rows["group"])
+        )
 
     return plant
 
 
-def _estimate(bundle: Bundle, estimator: str, rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
+def _estimate(
+    bundle: Bundle, estimator: str, rewards: np.ndarray, group: np.ndarray
+) -> np.ndarray:
     tokens = np.add.reduceat(bundle.tokens["loss_mask"], bundle.offsets[:-1])
     return expected_advantages(estimator, rewards, group, tokens)
 
@@ -200,7 +223,9 @@ def with_advantages(bundle: Bundle, advantages: np.ndarray) -> Bundle:
 
 def change_advantages(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     def plant(bundle: Bundle) -> Bundle:
-        return with_advantages(bundle, change(bundle.tokens["advantages"][bundle.offsets[:-1]].astype(float)))
+        return with_advantages(
+            bundle, change(bundle.tokens["advantages"][bundle.offsets[:-1]].astype(float))
+        )
 
     return plant
 
@@ -210,7 +235,9 @@ def rewards_of_other_rows(lag: int) -> Change:
 
     def plant(bundle: Bundle) -> Bundle:
         rewards = np.roll(bundle.rows["rewards"], lag)
-        advantages = _estimate(bundle, bundle.facts.algorithm.estimator, rewards, bundle.rows["group"])
+        advantages = _estimate(
+            bundle, bundle.facts.algorithm.estimator, rewards, bundle.rows["group"]
+        )
         return with_advantages(bundle, advantages)
 
     return plant
@@ -227,7 +254,9 @@ def group_by(function: Callable[[np.ndarray], np.ndarray]) -> Change:
 
     def plant(bundle: Bundle) -> Bundle:
         group = np.unique(function(np.arange(bundle.row_count)), return_inverse=True)[1]
-        advantages = _estimate(bundle, bundle.facts.algorithm.estimator, bundle.rows["rewards"], group)
+        advantages = _estimate(
+            bundle, bundle.facts.algorithm.estimator, bundle.rows["rewards"], group
+        )
         return with_advantages(bundle, advantages)
 
     return plant
@@ -265,7 +294,9 @@ def scale_loss(factor: Callable[[Bundle, np.ndarray], float]) -> Change:
     def plant(bundle: Bundle) -> Bundle:
         losses = []
         for number, loss in enumerate(bundle.facts.loss):
-            rows = np.flatnonzero((bundle.rows["mini_batch"] == number) & (bundle.rows["trained"] > 0))
+            rows = np.flatnonzero(
+                (bundle.rows["mini_batch"] == number) & (bundle.rows["trained"] > 0)
+            )
             losses.append(loss * factor(bundle, rows))
         return with_facts(bundle, loss=tuple(losses))
 
@@ -287,11 +318,17 @@ def count_prompts(bundle: Bundle, rows: np.ndarray) -> float:
 
 def count_step(bundle: Bundle, rows: np.ndarray) -> float:
     trained = np.flatnonzero(bundle.rows["trained"])
-    return _loss_tokens(bundle, rows) * len(bundle.facts.loss) / _loss_tokens(bundle, trained)
+    return (
+        _loss_tokens(bundle, rows) * len(bundle.facts.loss) / _loss_tokens(bundle, trained)
+    )
 
 
 def count_dropped(bundle: Bundle, rows: np.ndarray) -> float:
-    return _loss_tokens(bundle, rows) * len(bundle.facts.loss) / bundle.tokens["loss_mask"].sum()
+    return (
+        _loss_tokens(bundle, rows)
+        * len(bundle.facts.loss)
+        / bundle.tokens["loss_mask"].sum()
+    )
 
 
 def mean_of_micro_batches(bundle: Bundle) -> Bundle:
@@ -310,7 +347,9 @@ def mean_of_micro_batches(bundle: Bundle) -> Bundle:
 
 def take_rows(bundle: Bundle, rows: np.ndarray) -> Bundle:
     """Return other rows of a bundle, in the order of `rows`."""
-    places = np.concatenate([np.arange(bundle.offsets[row], bundle.offsets[row + 1]) for row in rows])
+    places = np.concatenate(
+        [np.arange(bundle.offsets[row], bundle.offsets[row + 1]) for row in rows]
+    )
     tokens = {name: column[places] for name, column in bundle.tokens.items()}
     columns = {name: column[rows] for name, column in bundle.rows.items()}
     offsets = np.concatenate([[0], np.cumsum(bundle.lengths[rows])])
@@ -318,7 +357,9 @@ def take_rows(bundle: Bundle, rows: np.ndarray) -> Bundle:
 
 
 def lose_rows(bundle: Bundle) -> Bundle:
-    return with_reported_loss(take_rows(bundle, np.delete(np.arange(bundle.row_count), [3, 9])))
+    return with_reported_loss(
+        take_rows(bundle, np.delete(np.arange(bundle.row_count), [3, 9]))
+    )
 
 
 def double_row(bundle: Bundle) -> Bundle:
@@ -363,25 +404,46 @@ UNEQUAL_CLIP = {"clip_low": 0.1, "clip_high": 0.3, "learning": 0.4}
 
 FAULTS: dict[str, Fault] = {
     # Layout
-    "mask one token early": Fault(shift_mask(-1), "layout.prompt_mask", "mask_shifted_left"),
+    "mask one token early": Fault(
+        shift_mask(-1), "layout.prompt_mask", "mask_shifted_left"
+    ),
     "mask one token late": Fault(mask_from(1), "layout.prompt_mask", "mask_shifted_right"),
-    "mask covers the prompt's end": Fault(mask_from(-3), "layout.prompt_mask", "mask_covers_prompt"),
-    "mask covers whole rows": Fault(mask_from(-99), "layout.prompt_mask", "mask_covers_prompt"),
-    "tokens after the end trained": Fault(train_after_end, "layout.after_end", "trained_after_end"),
-    "observations trained": Fault(mask_from(0), "layout.after_end", "trained_after_end", {"turns": 4}),
-    "end tokens not trained": Fault(leave_out_ends, "layout.after_end", "end_token_not_trained"),
+    "mask covers the prompt's end": Fault(
+        mask_from(-3), "layout.prompt_mask", "mask_covers_prompt"
+    ),
+    "mask covers whole rows": Fault(
+        mask_from(-99), "layout.prompt_mask", "mask_covers_prompt"
+    ),
+    "tokens after the end trained": Fault(
+        train_after_end, "layout.after_end", "trained_after_end"
+    ),
+    "observations trained": Fault(
+        mask_from(0), "layout.after_end", "trained_after_end", {"turns": 4}
+    ),
+    "end tokens not trained": Fault(
+        leave_out_ends, "layout.after_end", "end_token_not_trained"
+    ),
     "most rows masked": Fault(mask_most_rows, "layout.loss_tokens", "most_rows_masked"),
     "padding as ids": Fault(
-        lambda bundle: with_tokens(bundle, token_ids=np.where(bundle.tokens["token_ids"] == 9, -100, 5)),
+        lambda bundle: with_tokens(
+            bundle, token_ids=np.where(bundle.tokens["token_ids"] == 9, -100, 5)
+        ),
         "layout.ids",
         "negative_ids",
     ),
     "truncation not marked": Fault(
-        mark_none_truncated, "layout.truncated", "truncation_not_marked", {"longest": 10, "groups": 20}
+        mark_none_truncated,
+        "layout.truncated",
+        "truncation_not_marked",
+        {"longest": 10, "groups": 20},
     ),
-    "older weights at the end": Fault(reverse_versions, "layout.weight_versions", "versions_fall"),
+    "older weights at the end": Fault(
+        reverse_versions, "layout.weight_versions", "versions_fall"
+    ),
     "samples of the next step": Fault(
-        lambda bundle: with_facts(bundle, weight_version=5), "layout.weight_versions", "versions_from_future"
+        lambda bundle: with_facts(bundle, weight_version=5),
+        "layout.weight_versions",
+        "versions_from_future",
     ),
     # Log-probs
     "sampler's log-probs all zero": Fault(
@@ -391,19 +453,29 @@ FAULTS: dict[str, Fault] = {
         change_column("old_logprobs", lambda x: 0 * x - 2.5), "log_probs.old", "constant"
     ),
     "reference all zero": Fault(
-        change_column("reference_logprobs", np.zeros_like), "log_probs.reference", "all_zero"
+        change_column("reference_logprobs", np.zeros_like),
+        "log_probs.reference",
+        "all_zero",
     ),
     "a tenth of a percent filled with zeros": Fault(
         zero_some("sampler_logprobs", 0.01), "log_probs.filled", "partly_zero", BFLOAT
     ),
-    "new log-probs partly zero": Fault(zero_some("new_logprobs", 0.03), "log_probs.filled", "partly_zero"),
+    "new log-probs partly zero": Fault(
+        zero_some("new_logprobs", 0.03), "log_probs.filled", "partly_zero"
+    ),
     "one NaN": Fault(
-        change_column("new_logprobs", lambda x: np.where(np.arange(len(x)) == np.argmin(x), np.nan, x)),
+        change_column(
+            "new_logprobs", lambda x: np.where(np.arange(len(x)) == np.argmin(x), np.nan, x)
+        ),
         "log_probs.new",
         "not_finite",
     ),
-    "probabilities": Fault(change_column("sampler_logprobs", np.exp), "log_probs.sampler", "probabilities"),
-    "negated": Fault(change_column("old_logprobs", np.negative), "log_probs.old", "sign_flipped"),
+    "probabilities": Fault(
+        change_column("sampler_logprobs", np.exp), "log_probs.sampler", "probabilities"
+    ),
+    "negated": Fault(
+        change_column("old_logprobs", np.negative), "log_probs.old", "sign_flipped"
+    ),
     "base 2": Fault(
         change_column("sampler_logprobs", lambda x: x / LN2),
         "log_probs.sampler_and_trainer",
@@ -427,13 +499,20 @@ FAULTS: dict[str, Fault] = {
         BFLOAT,
     ),
     "sampler one token late": Fault(
-        shift_column("sampler_logprobs", 1), "log_probs.sampler_and_trainer", "shifted_by_one", BFLOAT
+        shift_column("sampler_logprobs", 1),
+        "log_probs.sampler_and_trainer",
+        "shifted_by_one",
+        BFLOAT,
     ),
     "sampler one token early": Fault(
-        shift_column("sampler_logprobs", -1), "log_probs.sampler_and_trainer", "shifted_by_one"
+        shift_column("sampler_logprobs", -1),
+        "log_probs.sampler_and_trainer",
+        "shifted_by_one",
     ),
     "reference one token late": Fault(
-        shift_column("reference_logprobs", 1), "log_probs.reference_places", "shifted_by_one"
+        shift_column("reference_logprobs", 1),
+        "log_probs.reference_places",
+        "shifted_by_one",
     ),
     "new one token early": Fault(
         shift_column("new_logprobs", -1), "ratios.first_update", "shifted_by_one", BFLOAT
@@ -445,7 +524,10 @@ FAULTS: dict[str, Fault] = {
         {"groups": 16, "group_size": 8, "longest": 8},
     ),
     "three rows of other weights": Fault(
-        noise_in_rows("sampler_logprobs", [2, 3, 17]), "log_probs.sampler_and_trainer", "some_rows", BFLOAT
+        noise_in_rows("sampler_logprobs", [2, 3, 17]),
+        "log_probs.sampler_and_trainer",
+        "some_rows",
+        BFLOAT,
     ),
     "log-probs clamped": Fault(
         change_column("sampler_logprobs", lambda x: np.maximum(x, -1.5)),
@@ -470,48 +552,77 @@ FAULTS: dict[str, Fault] = {
         {"temperature": 1.4, "precision": "bfloat16"},
     ),
     "rounded to bfloat16": Fault(
-        round_column("sampler_logprobs"), "log_probs.sampler_and_trainer", "rounded_to_bfloat16"
+        round_column("sampler_logprobs"),
+        "log_probs.sampler_and_trainer",
+        "rounded_to_bfloat16",
     ),
     # Ratios
     "dropout in the update": Fault(
-        noise_in_rows("new_logprobs", list(range(32))), "ratios.first_update", "ratio_not_one"
+        noise_in_rows("new_logprobs", list(range(32))),
+        "ratios.first_update",
+        "ratio_not_one",
     ),
     "ratio of a column with itself": Fault(
-        lambda bundle: with_reported_loss(with_tokens(bundle, new_logprobs=bundle.tokens["old_logprobs"])),
+        lambda bundle: with_reported_loss(
+            with_tokens(bundle, new_logprobs=bundle.tokens["old_logprobs"])
+        ),
         "ratios.later_updates",
         "ratio_never_moves",
     ),
     # Advantages
-    "advantages negated": Fault(change_advantages(np.negative), "advantages.estimator", "sign_flipped"),
-    "advantages all zero": Fault(change_advantages(np.zeros_like), "advantages.estimator", "all_zero"),
+    "advantages negated": Fault(
+        change_advantages(np.negative), "advantages.estimator", "sign_flipped"
+    ),
+    "advantages all zero": Fault(
+        change_advantages(np.zeros_like), "advantages.estimator", "all_zero"
+    ),
     "not divided by the deviation": Fault(
         advantages_by("dr_grpo"), "advantages.estimator", "estimator:dr_grpo", BINARY
     ),
     "biased deviation": Fault(
-        advantages_by("grpo_population_std"), "advantages.estimator", "estimator:grpo_population_std"
+        advantages_by("grpo_population_std"),
+        "advantages.estimator",
+        "estimator:grpo_population_std",
     ),
     "leave-one-out in place of the mean": Fault(
-        advantages_by("rloo"), "advantages.estimator", "estimator:rloo", {"estimator": "dr_grpo"}
+        advantages_by("rloo"),
+        "advantages.estimator",
+        "estimator:rloo",
+        {"estimator": "dr_grpo"},
     ),
     "whole batch normalised": Fault(
         advantages_by("batch"), "advantages.estimator", "estimator:batch", BINARY
     ),
     "reinforce++": Fault(
-        advantages_by("reinforce_plus_plus"), "advantages.estimator", "estimator:reinforce_plus_plus"
+        advantages_by("reinforce_plus_plus"),
+        "advantages.estimator",
+        "estimator:reinforce_plus_plus",
     ),
     "rewards as advantages": Fault(
-        advantages_by("reinforce"), "advantages.estimator", "estimator:reinforce", {"estimator": "rloo"}
+        advantages_by("reinforce"),
+        "advantages.estimator",
+        "estimator:reinforce",
+        {"estimator": "rloo"},
     ),
     "rewards of the row before": Fault(
-        rewards_of_other_rows(1), "advantages.estimator", "stale_rewards", BINARY | {"seed": 3}
+        rewards_of_other_rows(1),
+        "advantages.estimator",
+        "stale_rewards",
+        BINARY | {"seed": 3},
     ),
-    "rewards of the group before": Fault(rewards_of_other_rows(4), "advantages.estimator", "stale_rewards"),
+    "rewards of the group before": Fault(
+        rewards_of_other_rows(4), "advantages.estimator", "stale_rewards"
+    ),
     "one stale reward": Fault(one_stale_reward, "advantages.estimator", "stale_rewards"),
     "groups of twice the size": Fault(
         group_by(lambda rows: rows // 8), "advantages.estimator", "other_groups", BFLOAT
     ),
-    "groups across prompts": Fault(group_by(lambda rows: rows % 8), "advantages.estimator", "other_groups"),
-    "advantages scaled": Fault(change_advantages(lambda x: 1.05 * x), "advantages.estimator", "scaled"),
+    "groups across prompts": Fault(
+        group_by(lambda rows: rows % 8), "advantages.estimator", "other_groups"
+    ),
+    "advantages scaled": Fault(
+        change_advantages(lambda x: 1.05 * x), "advantages.estimator", "scaled"
+    ),
     "advantages normalised twice": Fault(
         change_advantages(normalise_again),
         "advantages.estimator",
@@ -521,25 +632,44 @@ FAULTS: dict[str, Fault] = {
     "advantages clipped": Fault(
         change_advantages(lambda x: np.clip(x, -1, 1)), "advantages.estimator", "clipped"
     ),
-    "advantages differ within rows": Fault(spread_advantages, "advantages.tokens", "varies_within_row"),
+    "advantages differ within rows": Fault(
+        spread_advantages, "advantages.tokens", "varies_within_row"
+    ),
     # Loss
     "clip bounds swapped": Fault(
-        loss_by(clip_low=0.3, clip_high=0.1), "loss.value", "clip_bounds_swapped", UNEQUAL_CLIP
+        loss_by(clip_low=0.3, clip_high=0.1),
+        "loss.value",
+        "clip_bounds_swapped",
+        UNEQUAL_CLIP,
     ),
     "one clip bound for both": Fault(
-        loss_by(clip_low=0.1, clip_high=0.1), "loss.value", "clip_bounds_equal", UNEQUAL_CLIP
+        loss_by(clip_low=0.1, clip_high=0.1),
+        "loss.value",
+        "clip_bounds_equal",
+        UNEQUAL_CLIP,
     ),
-    "another clip bound": Fault(loss_by(clip_high=0.2), "loss.value", "clip_bounds_other", UNEQUAL_CLIP),
+    "another clip bound": Fault(
+        loss_by(clip_high=0.2), "loss.value", "clip_bounds_other", UNEQUAL_CLIP
+    ),
     "loss of one of four accumulated micro-batches": Fault(
         scale_loss(lambda bundle, rows: 0.25), "loss.value", "scaled", BFLOAT
     ),
     "KL of another weight": Fault(
-        loss_by(kl_coefficient=0.01), "loss.value", "kl_coefficient", {"kl_coefficient": 0.05}
+        loss_by(kl_coefficient=0.01),
+        "loss.value",
+        "kl_coefficient",
+        {"kl_coefficient": 0.05},
     ),
-    "KL although its weight is 0": Fault(loss_by(kl_coefficient=0.02), "loss.value", "kl_coefficient"),
-    "not clipped": Fault(loss_by(clip_low=1e9, clip_high=1e9), "loss.value", "not_clipped", UNEQUAL_CLIP),
+    "KL although its weight is 0": Fault(
+        loss_by(kl_coefficient=0.02), "loss.value", "kl_coefficient"
+    ),
+    "not clipped": Fault(
+        loss_by(clip_low=1e9, clip_high=1e9), "loss.value", "not_clipped", UNEQUAL_CLIP
+    ),
     "sequence means in place of a token mean": Fault(
-        loss_by(aggregation="sequence_mean_token_mean"), "loss.value", "aggregation:sequence_mean_token_mean"
+        loss_by(aggregation="sequence_mean_token_mean"),
+        "loss.value",
+        "aggregation:sequence_mean_token_mean",
     ),
     "token mean in place of sequence means": Fault(
         loss_by(aggregation="token_mean"),
@@ -549,24 +679,42 @@ FAULTS: dict[str, Fault] = {
     ),
     "mean of micro-batches": Fault(mean_of_micro_batches, "loss.value", "micro_batch_mean"),
     "padding counted": Fault(scale_loss(count_padding), "loss.value", "padding_counted"),
-    "prompts counted": Fault(scale_loss(count_prompts), "loss.value", "prompt_tokens_counted", BFLOAT),
-    "tokens of the whole step": Fault(scale_loss(count_step), "loss.value", "step_tokens", {"seed": 1}),
+    "prompts counted": Fault(
+        scale_loss(count_prompts), "loss.value", "prompt_tokens_counted", BFLOAT
+    ),
+    "tokens of the whole step": Fault(
+        scale_loss(count_step), "loss.value", "step_tokens", {"seed": 1}
+    ),
     "dropped groups counted": Fault(
         scale_loss(count_dropped),
         "loss.value",
         "dropped_rows_counted",
         {"binary_rewards": True, "drop_equal_groups": True, "groups": 16},
     ),
-    "KL left out": Fault(loss_by(kl_coefficient=0.0), "loss.value", "kl_left_out", {"kl_coefficient": 0.05}),
+    "KL left out": Fault(
+        loss_by(kl_coefficient=0.0), "loss.value", "kl_left_out", {"kl_coefficient": 0.05}
+    ),
     "KL with the wrong sign": Fault(
-        loss_by(kl_coefficient=-0.05), "loss.value", "kl_sign_flipped", {"kl_coefficient": 0.05}
+        loss_by(kl_coefficient=-0.05),
+        "loss.value",
+        "kl_sign_flipped",
+        {"kl_coefficient": 0.05},
     ),
     "correction left out": Fault(
-        loss_by(correction="none"), "loss.value", "correction_left_out", BFLOAT | {"correction": "token"}
+        loss_by(correction="none"),
+        "loss.value",
+        "correction_left_out",
+        BFLOAT | {"correction": "token"},
     ),
-    "gspo in place of tokens' ratios": Fault(loss_by(loss="gspo"), "loss.value", "loss:gspo", UNEQUAL_CLIP),
+    "gspo in place of tokens' ratios": Fault(
+        loss_by(loss="gspo"), "loss.value", "loss:gspo", UNEQUAL_CLIP
+    ),
     "ratios to the sampler": Fault(
-        loss_of(lambda bundle: with_tokens(bundle, old_logprobs=bundle.tokens["sampler_logprobs"])),
+        loss_of(
+            lambda bundle: with_tokens(
+                bundle, old_logprobs=bundle.tokens["sampler_logprobs"]
+            )
+        ),
         "loss.value",
         "old_is_sampler",
         BFLOAT,
@@ -577,22 +725,37 @@ FAULTS: dict[str, Fault] = {
         "prompt_tokens_counted",
     ),
     "gradient of NaN": Fault(
-        lambda bundle: with_facts(bundle, gradient_norm=(float("nan"),)), "loss.gradient_norm", "not_finite"
+        lambda bundle: with_facts(bundle, gradient_norm=(float("nan"),)),
+        "loss.gradient_norm",
+        "not_finite",
     ),
     "gradient of zero": Fault(
-        lambda bundle: with_facts(bundle, gradient_norm=(0.0,)), "loss.gradient_norm", "zero_gradient"
+        lambda bundle: with_facts(bundle, gradient_norm=(0.0,)),
+        "loss.gradient_norm",
+        "zero_gradient",
     ),
     # Selection
     "two rows vanished": Fault(lose_rows, "selection.group_sizes", "groups_too_small"),
     "two samples vanished": Fault(lose_rows, "selection.sampled", "samples_vanished"),
-    "two prompts in one group": Fault(merge_groups, "selection.group_sizes", "groups_too_large"),
-    "rows of another prompt in a group": Fault(swap_prompts, "selection.group_prompts", "mixed_prompts"),
-    "advantages of groups that lost samples": Fault(lose_rows, "advantages.estimator", "incomplete_groups"),
+    "two prompts in one group": Fault(
+        merge_groups, "selection.group_sizes", "groups_too_large"
+    ),
+    "rows of another prompt in a group": Fault(
+        swap_prompts, "selection.group_prompts", "mixed_prompts"
+    ),
+    "advantages of groups that lost samples": Fault(
+        lose_rows, "advantages.estimator", "incomplete_groups"
+    ),
     "a row twice": Fault(double_row, "selection.duplicates", "duplicate_rows"),
     "long rows dropped": Fault(
-        drop_long_rows, "selection.dropped_lengths", "long_rows_dropped", {"groups": 16, "group_size": 8}
+        drop_long_rows,
+        "selection.dropped_lengths",
+        "long_rows_dropped",
+        {"groups": 16, "group_size": 8},
     ),
-    "most rows left out": Fault(leave_out_most, "selection.dropped_share", "most_rows_left_out"),
+    "most rows left out": Fault(
+        leave_out_most, "selection.dropped_share", "most_rows_left_out"
+    ),
 }
 
 

@@ -61,7 +61,11 @@ def clean_step(recipe: Recipe | None = None, **changes: Any) -> Bundle:
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
     mask = np.concatenate([row.mask for row in rows]).astype(np.int64)
     ids = np.concatenate([row.ids for row in rows]).astype(np.int64)
-    rewards = random.integers(0, 2, len(rows)) if recipe.binary_rewards else random.normal(0.4, 1, len(rows))
+    rewards = (
+        random.integers(0, 2, len(rows))
+        if recipe.binary_rewards
+        else random.normal(0.4, 1, len(rows))
+    )
     rewards = rewards.astype(np.float32).astype(np.float64)
     trained = _trained(recipe, rewards, group)
     mini_batch = random.permutation(np.arange(len(rows)) % recipe.mini_batches)
@@ -129,8 +133,12 @@ def with_reported_loss(bundle: Bundle) -> Bundle:
     for number in numbers:
         rows = np.flatnonzero(trained & (mini_batches == number))
         losses.append(expected_loss(bundle, rows))
-        tokens.append(sum(bundle.tokens["loss_mask"][_tokens(bundle, row)].sum() for row in rows))
-    facts = replace(bundle.facts, loss=tuple(losses), token_denominators=tuple(map(float, tokens)))
+        tokens.append(
+            sum(bundle.tokens["loss_mask"][_tokens(bundle, row)].sum() for row in rows)
+        )
+    facts = replace(
+        bundle.facts, loss=tuple(losses), token_denominators=tuple(map(float, tokens))
+    )
     return replace(bundle, facts=facts)
 
 
@@ -145,7 +153,9 @@ def expected_advantages(
     from controller.algorithm.advantages import estimate
 
     if estimator == "grpo_population_std":
-        return np.concatenate([_standardise(rewards[group == number], 0) for number in np.unique(group)])
+        return np.concatenate(
+            [_standardise(rewards[group == number], 0) for number in np.unique(group)]
+        )
     if estimator == "batch":
         return _standardise(rewards, 1)
     if estimator == "reinforce":
@@ -194,7 +204,11 @@ def _row(recipe: Recipe, random: np.random.Generator, prompt: list[int]) -> Row:
 
 
 def _log_probs(
-    recipe: Recipe, random: np.random.Generator, ids: np.ndarray, mask: np.ndarray, mini_batch: np.ndarray
+    recipe: Recipe,
+    random: np.random.Generator,
+    ids: np.ndarray,
+    mask: np.ndarray,
+    mini_batch: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """Sampled tokens are likely ones: their logit is raised, as that of a sampled token is."""
     count = len(ids)
@@ -202,7 +216,9 @@ def _log_probs(
     logits[np.arange(count), ids] += random.gumbel(2, 1.5, count)
     old = log_probs_of(logits, ids, recipe.temperature)
     moved = logits + random.normal(0, recipe.learning, logits.shape)
-    reference = log_probs_of(logits + random.normal(0, 0.3, logits.shape), ids, recipe.temperature)
+    reference = log_probs_of(
+        logits + random.normal(0, 0.3, logits.shape), ids, recipe.temperature
+    )
     is_coarse = recipe.precision == "bfloat16"
     scale = recipe.noise if is_coarse else 1e-6
     sampler = np.minimum(old + random.laplace(0, scale, count), 0)
@@ -215,7 +231,10 @@ def _log_probs(
         "new_logprobs": new,
         "reference_logprobs": reference,
     }
-    return {name: np.where(mask, column, 0).astype(np.float32) for name, column in columns.items()}
+    return {
+        name: np.where(mask, column, 0).astype(np.float32)
+        for name, column in columns.items()
+    }
 
 
 def log_probs_of(logits: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
@@ -232,7 +251,10 @@ def expected_loss(bundle: Bundle, rows: np.ndarray) -> float:
     for row in rows:
         tokens = _tokens(bundle, row)
         chosen = bundle.tokens["loss_mask"][tokens].astype(bool)
-        values = {name: column[tokens][chosen].astype(np.float64) for name, column in bundle.tokens.items()}
+        values = {
+            name: column[tokens][chosen].astype(np.float64)
+            for name, column in bundle.tokens.items()
+        }
         if chosen.any():
             row_losses.append(_token_losses(algorithm, values).sum())
             counts.append(chosen.sum())
@@ -264,7 +286,9 @@ def _token_losses(algorithm: Algorithm, values: dict[str, np.ndarray]) -> np.nda
         bad = advantages < 0
         losses[bad] = np.minimum(losses[bad], -algorithm.dual_clip * advantages[bad])
     if algorithm.correction == "token":
-        losses = losses * np.minimum(np.exp(values["old_logprobs"] - values["sampler_logprobs"]), 2.0)
+        losses = losses * np.minimum(
+            np.exp(values["old_logprobs"] - values["sampler_logprobs"]), 2.0
+        )
     if algorithm.kl_coefficient:
         difference = values["reference_logprobs"] - new
         losses = losses + algorithm.kl_coefficient * (np.exp(difference) - difference - 1)

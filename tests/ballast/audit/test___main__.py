@@ -40,7 +40,9 @@ def test_a_clean_step_exits_with_0_and_a_line_for_each_check(
     assert max(map(len, page.splitlines())) <= 80
 
 
-def test_a_fault_exits_with_1_and_json_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_exits_with_1_and_json_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fault = FAULTS["sampler one token late"]
     folder = write_run(tmp_path, clean_step(), fault.plant(clean_step()))
     assert main([str(folder), "--json"]) == 1
@@ -56,10 +58,14 @@ def test_a_fault_exits_with_1_and_json_names_it(tmp_path: Path, capsys: pytest.C
     assert main([str(folder / "step-1" / "step.json")]) == 0
 
 
-def test_columns_that_no_check_reads_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_no_check_reads_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle = clean_step()
     bundle = with_tokens(bundle, entropies=np.zeros(bundle.token_count))
-    assert main([str(write_run(tmp_path, with_rows(bundle, level=bundle.rows["group"])))]) == 0
+    assert (
+        main([str(write_run(tmp_path, with_rows(bundle, level=bundle.rows["group"])))]) == 0
+    )
     assert "no check reads: entropies, level" in capsys.readouterr().out
 
 
@@ -69,7 +75,9 @@ def test_two_runs_that_differ_by_one_reward_part_there(
     rewards = clean_step().rows["rewards"].copy()
     rewards[6] += 1
     first = write_run(tmp_path / "a", clean_step(), clean_step())
-    second = write_run(tmp_path / "b", clean_step(), with_rows(clean_step(), rewards=rewards))
+    second = write_run(
+        tmp_path / "b", clean_step(), with_rows(clean_step(), rewards=rewards)
+    )
     assert main([str(first), str(second), "--json"]) == 1
     (difference,) = json.loads(capsys.readouterr().out)["differences"]
     assert (difference["step"], difference["stage"], difference["row"]) == (2, "rewards", 6)
@@ -91,5 +99,7 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(
     path = folder / "step-1" / "tokens.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert "not a whole safetensors file" in refusal(capsys, str(folder))
-    (tmp_path / "a" / "step-1" / "step.json").write_text('{"format": "ballast-step", "version": 9}')
+    (tmp_path / "a" / "step-1" / "step.json").write_text(
+        '{"format": "ballast-step", "version": 9}'
+    )
     assert "version=9" in refusal(capsys, str(folder))

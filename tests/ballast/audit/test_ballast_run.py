@@ -31,7 +31,9 @@ class RecordedReplay(LocalReplay):
 
     def _run(self, config: Config) -> Run:
         config = replay_settings(config, Start(None, range(1, 2)), self.folder)
-        session = self._session(config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0)))
+        session = self._session(
+            config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
+        )
         return open_recorded_run(config, session, self.folder, CostModel(1.0, 0.0))
 
 
@@ -53,7 +55,9 @@ def recorded_run(local_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> NewRun:
 
 
 def findings_of(folder: Path, step: int) -> dict[str, Finding]:
-    return {finding.name: finding for finding in check_step(read_recorded_step(folder, step))}
+    return {
+        finding.name: finding for finding in check_step(read_recorded_step(folder, step))
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,9 @@ def test_an_advantage_that_was_changed_on_disk_is_found(
     assert main([str(run.folder), "--json"]) == 1
     causes = {}
     for step in json.loads(capsys.readouterr().out)["steps"]:
-        causes[step["step"]] = {finding["name"]: finding["cause"] for finding in step["findings"]}
+        causes[step["step"]] = {
+            finding["name"]: finding["cause"] for finding in step["findings"]
+        }
     assert causes[2]["advantages.estimator"] == "sign_flipped"
     assert causes[1]["advantages.estimator"] == ""
 
@@ -134,7 +140,9 @@ def test_a_replay_equals_its_run_to_the_bit_and_parts_where_a_reward_was_changed
     assert (difference["step"], difference["stage"], difference["row"]) == (2, "rewards", 3)
 
 
-def test_broken_files_of_a_run_are_one_line(recorded_run: NewRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_files_of_a_run_are_one_line(
+    recorded_run: NewRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = recorded_run().folder
     update = update_file(folder, 1)
     update.write_bytes(update_file(folder, 2).read_bytes()[:200])

@@ -23,7 +23,9 @@ ROWS: dict[str, Any] = {
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    return record(folder, **{"step": 3, "algorithm": {"clip_low": 0.2}, "loss": 0.5} | ROWS | changes)
+    return record(
+        folder, **{"step": 3, "algorithm": {"clip_low": 0.2}, "loss": 0.5} | ROWS | changes
+    )
 
 
 def change_facts(folder: Path, **changes: Any) -> None:
@@ -42,7 +44,9 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> Non
 
 
 def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
-    bundle = read_bundle(write(tmp_path / "b", advantages=[0.5, -0.5], gradient_norm=[1.0, 2.0]))
+    bundle = read_bundle(
+        write(tmp_path / "b", advantages=[0.5, -0.5], gradient_norm=[1.0, 2.0])
+    )
     assert bundle.offsets.tolist() == [0, 3, 5]
     assert bundle.tokens["token_ids"].tolist() == [5, 6, 7, 5, 8]
     assert bundle.tokens["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5, -0.5]
@@ -91,7 +95,9 @@ def test_a_folder_of_bundles_is_listed_by_step(tmp_path: Path) -> None:
         ({"missing": {"rewards": "lost"}}, "rewards is there"),
     ],
 )
-def test_what_does_not_fit_is_not_recorded(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_what_does_not_fit_is_not_recorded(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(DataError, match=named):
         write(tmp_path / "b", **changes)
     assert not (tmp_path / "b" / "step.json").exists()
@@ -124,34 +130,64 @@ def _change_column(**changes: Any) -> Callable[[Path], None]:
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no facts": (lambda folder: (folder / "step.json").unlink(), "no such file"),
     "no tokens": (lambda folder: (folder / "tokens.safetensors").unlink(), "no such file"),
-    "cut facts": (lambda folder: (folder / "step.json").write_text('{"format": "bal'), "not JSON"),
-    "nested facts": (lambda folder: (folder / "step.json").write_text("[" * 100_000), "nested too deep"),
-    "binary facts": (lambda folder: (folder / "step.json").write_bytes(b"\xff\x00"), "not JSON"),
+    "cut facts": (
+        lambda folder: (folder / "step.json").write_text('{"format": "bal'),
+        "not JSON",
+    ),
+    "nested facts": (
+        lambda folder: (folder / "step.json").write_text("[" * 100_000),
+        "nested too deep",
+    ),
+    "binary facts": (
+        lambda folder: (folder / "step.json").write_bytes(b"\xff\x00"),
+        "not JSON",
+    ),
     "other format": (lambda folder: change_facts(folder, format="verl"), "ballast-step"),
     "later version": (lambda folder: change_facts(folder, version=2), "version=2"),
     "step a text": (lambda folder: change_facts(folder, step="3"), "step is '3'"),
-    "step infinite": (lambda folder: change_facts(folder, step=float("inf")), "step is inf"),
+    "step infinite": (
+        lambda folder: change_facts(folder, step=float("inf")),
+        "step is inf",
+    ),
     "loss a mapping": (lambda folder: change_facts(folder, loss={"a": 1}), "loss is"),
     "algorithm a list": (lambda folder: change_facts(folder, algorithm=[]), "algorithm is"),
-    "unknown setting": (lambda folder: change_facts(folder, algorithm={"clip": 1}), "algorithm.clip"),
-    "facts of another step": (lambda folder: change_facts(folder, tokens=6), "different steps"),
-    "contradiction": (lambda folder: change_facts(folder, missing={"rewards": ""}), "rewards is there"),
-    "hostile missing": (lambda folder: change_facts(folder, missing={"\x1b[2J": ""}), "missing names"),
+    "unknown setting": (
+        lambda folder: change_facts(folder, algorithm={"clip": 1}),
+        "algorithm.clip",
+    ),
+    "facts of another step": (
+        lambda folder: change_facts(folder, tokens=6),
+        "different steps",
+    ),
+    "contradiction": (
+        lambda folder: change_facts(folder, missing={"rewards": ""}),
+        "rewards is there",
+    ),
+    "hostile missing": (
+        lambda folder: change_facts(folder, missing={"\x1b[2J": ""}),
+        "missing names",
+    ),
     "cut tokens": (_cut, "not a whole safetensors file"),
     "pickle": (_pickle, "header has|not a whole safetensors file"),
     "huge header": (
-        lambda folder: (folder / "tokens.safetensors").write_bytes(struct.pack("<Q", 2**62)),
+        lambda folder: (folder / "tokens.safetensors").write_bytes(
+            struct.pack("<Q", 2**62)
+        ),
         "its header has",
     ),
     "hostile name": (_rename_column("../../x"), "a column is named"),
     "steering name": (_rename_column("\x1b[2J"), "a column is named"),
     "huge column": (_change_column(shape=[2**60]), "not a whole safetensors file"),
-    "huge places": (_change_column(data_offsets=[0, 2**62]), "not a whole safetensors file"),
+    "huge places": (
+        _change_column(data_offsets=[0, 2**62]),
+        "not a whole safetensors file",
+    ),
     "two dimensions": (_change_column(shape=[1, 2]), "has the shape"),
     "brain floats": (_change_column(dtype="BF16", shape=[8]), "has the type 'BF16'"),
     "floats as group": (
         lambda folder: change_header(
-            folder, lambda header: header.update(group=header["rewards"], rewards=header["group"])
+            folder,
+            lambda header: header.update(group=header["rewards"], rewards=header["group"]),
         ),
         "group has the type float64",
     ),

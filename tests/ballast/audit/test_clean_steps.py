@@ -19,13 +19,25 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo of binary rewards": {"binary_rewards": True, "precision": "bfloat16"},
     "dapo": {"binary_rewards": True, "drop_equal_groups": True, "clip_high": 0.28},
     "dr_grpo": {"estimator": "dr_grpo", "aggregation": "sequence_mean_token_sum_norm"},
-    "rloo": {"estimator": "rloo", "aggregation": "sequence_mean_token_sum", "loss": "reinforce"},
+    "rloo": {
+        "estimator": "rloo",
+        "aggregation": "sequence_mean_token_sum",
+        "loss": "reinforce",
+    },
     "reinforce_plus_plus": {"estimator": "reinforce_plus_plus"},
-    "reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline", "precision": "bfloat16"},
+    "reinforce_plus_plus_baseline": {
+        "estimator": "reinforce_plus_plus_baseline",
+        "precision": "bfloat16",
+    },
     "population": {"estimator": "grpo_population_std"},
     "batch": {"estimator": "batch"},
     "opo": {"estimator": "opo"},
-    "gspo": {"loss": "gspo", "aggregation": "sequence_mean_token_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {
+        "loss": "gspo",
+        "aggregation": "sequence_mean_token_mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "kl": {"kl_coefficient": 0.04},
     "corrected": {"correction": "token", "precision": "bfloat16"},
@@ -41,7 +53,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def alarms(bundle: Bundle) -> dict[str, str]:
     findings = check_step(bundle)
-    return {finding.name: finding.cause for finding in findings if finding.verdict is Verdict.FAILED}
+    return {
+        finding.name: finding.cause
+        for finding in findings
+        if finding.verdict is Verdict.FAILED
+    }
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -50,7 +66,9 @@ def test_a_clean_step_passes_every_check(run: str) -> None:
         bundle = clean_step(seed=seed, **RUNS[run])
         findings = check_step(bundle)
         assert alarms(bundle) == {}
-        unknown = [finding.name for finding in findings if finding.verdict is Verdict.UNKNOWN]
+        unknown = [
+            finding.name for finding in findings if finding.verdict is Verdict.UNKNOWN
+        ]
         assert unknown == []
 
 
@@ -58,9 +76,13 @@ def test_a_clean_step_passes_every_check(run: str) -> None:
 def test_no_gradient_is_no_alarm_where_every_ratio_is_clipped(loss: str) -> None:
     bundle = clean_step(loss=loss, clip_low=0.2, clip_high=0.2)
     mask = bundle.tokens["loss_mask"].astype(bool)
-    moved = np.where(mask, bundle.tokens["old_logprobs"] + np.sign(bundle.tokens["advantages"]), 0)
+    moved = np.where(
+        mask, bundle.tokens["old_logprobs"] + np.sign(bundle.tokens["advantages"]), 0
+    )
     facts = replace(bundle.facts, gradient_norm=(0.0,))
-    clipped = replace(bundle, tokens=dict(bundle.tokens) | {"new_logprobs": moved}, facts=facts)
+    clipped = replace(
+        bundle, tokens=dict(bundle.tokens) | {"new_logprobs": moved}, facts=facts
+    )
     unclipped = replace(bundle, facts=facts)
     assert "loss.gradient_norm" not in alarms(clipped)
     assert alarms(unclipped)["loss.gradient_norm"] == "zero_gradient"
@@ -69,10 +91,17 @@ def test_no_gradient_is_no_alarm_where_every_ratio_is_clipped(loss: str) -> None
 recipes = st.builds(
     Recipe,
     seed=st.integers(0, 2**32 - 1),
-    estimator=st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "opo", "batch"]),
+    estimator=st.sampled_from(
+        ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "opo", "batch"]
+    ),
     loss=st.sampled_from(["ppo_clip", "reinforce", "cispo", "gspo"]),
     aggregation=st.sampled_from(
-        ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
+        [
+            "token_mean",
+            "sequence_mean_token_mean",
+            "sequence_mean_token_sum",
+            "sequence_mean_token_sum_norm",
+        ]
     ),
     groups=st.integers(1, 12),
     group_size=st.integers(1, 9),

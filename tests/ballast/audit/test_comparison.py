@@ -42,10 +42,16 @@ def change_row(column: str, row: int) -> Callable[[Bundle], Bundle]:
 CHANGES: dict[str, tuple[Callable[[Bundle], Bundle], tuple[str, str, int, int]]] = {
     "prompts": (change_token("token_ids", 3, 1), ("prompts", "token_ids", 3, 1)),
     "samples": (change_token("token_ids", 3, 14), ("samples", "token_ids", 3, 14)),
-    "sampler": (change_token("sampler_logprobs", 2, 15), ("samples", "sampler_logprobs", 2, 15)),
+    "sampler": (
+        change_token("sampler_logprobs", 2, 15),
+        ("samples", "sampler_logprobs", 2, 15),
+    ),
     "rewards": (change_row("rewards", 7), ("rewards", "rewards", 7, -1)),
     "plans": (change_row("micro_batch", 4), ("plans", "micro_batch", 4, -1)),
-    "log_probs": (change_token("old_logprobs", 5, 13), ("log_probs", "old_logprobs", 5, 13)),
+    "log_probs": (
+        change_token("old_logprobs", 5, 13),
+        ("log_probs", "old_logprobs", 5, 13),
+    ),
     "advantages": (change_token("advantages", 6, 12), ("advantages", "advantages", 6, 12)),
     "update": (change_token("new_logprobs", 5, 13), ("update", "new_logprobs", 5, 13)),
     "loss": (lambda bundle: with_facts(bundle, loss=(1.0, 2.0)), ("loss", "loss", -1, -1)),
@@ -91,9 +97,13 @@ def test_a_longer_response_parts_behind_the_shorter_one() -> None:
 
 
 def test_the_first_step_that_differs_is_named() -> None:
-    steps = {number: with_facts(clean_step(seed=number), step=number) for number in (1, 2, 3)}
+    steps = {
+        number: with_facts(clean_step(seed=number), step=number) for number in (1, 2, 3)
+    }
     others = steps | {number: change_row("rewards", 1)(steps[number]) for number in (2, 3)}
-    runs = [{number: Loaded(step) for number, step in run.items()} for run in (steps, others)]
+    runs = [
+        {number: Loaded(step) for number, step in run.items()} for run in (steps, others)
+    ]
     parting = compare_runs(*runs)
     assert parting.compared == (1, 2)
     assert {difference.step for difference in parting.differences} == {2}
@@ -103,7 +113,9 @@ def test_the_first_step_that_differs_is_named() -> None:
 
 def test_columns_of_one_side_are_named() -> None:
     bundle = clean_step()
-    tokens = {name: column for name, column in bundle.tokens.items() if name != "advantages"}
+    tokens = {
+        name: column for name, column in bundle.tokens.items() if name != "advantages"
+    }
     parting = compare_runs({1: Loaded(bundle)}, {1: Loaded(replace(bundle, tokens=tokens))})
     assert parting.differences == ()
     assert parting.missing == ("advantages",)

@@ -11,7 +11,9 @@ from tests.ballast.audit.steps import clean_step
 def failures(name: str) -> dict[str, Finding]:
     fault = FAULTS[name]
     findings = check_step(fault.plant(clean_step(**fault.recipe)))
-    return {finding.name: finding for finding in findings if finding.verdict is Verdict.FAILED}
+    return {
+        finding.name: finding for finding in findings if finding.verdict is Verdict.FAILED
+    }
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -65,7 +65,9 @@ def make_model(folder: Path, kind: str = "qwen", seed: int = 0) -> Path:
     path = folder / f"{kind}-{seed}"
     model.save_pretrained(path)
     words = {"<think>": THINK, "</think>": THINK_END}
-    words |= {f"w{number}": number for number in range(VOCABULARY) if number not in words.values()}
+    words |= {
+        f"w{number}": number for number in range(VOCABULARY) if number not in words.values()
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
     return path
@@ -74,7 +76,10 @@ def make_model(folder: Path, kind: str = "qwen", seed: int = 0) -> Path:
 def make_adapter(folder: Path, base: Path) -> Path:
     torch.manual_seed(9)
     settings = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
     )
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
     path = folder / "adapter"
@@ -93,12 +98,21 @@ class Step:
     def logits(self, ids: list[int], first: int = 0) -> torch.Tensor:
         positions = torch.arange(first, first + len(ids))[None]
         with torch.no_grad():
-            return self.model(input_ids=torch.tensor([ids]), position_ids=positions).logits[0].float()
+            return (
+                self.model(input_ids=torch.tensor([ids]), position_ids=positions)
+                .logits[0]
+                .float()
+            )
 
-    def score(self, ids: list[int], temperature: float = 1.0, first: int = 0) -> list[float]:
+    def score(
+        self, ids: list[int], temperature: float = 1.0, first: int = 0
+    ) -> list[float]:
         """Return a log-prob for each token, 0 for the first."""
         scores = torch.log_softmax(self.logits(ids, first) / temperature, -1)
-        return [0.0, *(float(scores[place - 1, ids[place]]) for place in range(1, len(ids)))]
+        return [
+            0.0,
+            *(float(scores[place - 1, ids[place]]) for place in range(1, len(ids))),
+        ]
 
 
 def make_step(model_path: Path) -> Step:
@@ -109,10 +123,26 @@ def make_step(model_path: Path) -> Step:
     for number in range(ROWS):
         words = [generator.integers(5, VOCABULARY, 4 + number).tolist() for _ in range(4)]
         first_turn = [THINK, *words[1], THINK_END, *words[2], END]
-        ids.append([*words[0], *first_turn, *words[3][:3], THINK, 7, 8, THINK_END, *words[2][::-1], END])
+        ids.append(
+            [
+                *words[0],
+                *first_turn,
+                *words[3][:3],
+                THINK,
+                7,
+                8,
+                THINK_END,
+                *words[2][::-1],
+                END,
+            ]
+        )
         mask = [0] * len(words[0]) + [1] * len(first_turn) + [0] * 3
         masks.append(mask + [1] * (len(ids[-1]) - len(mask)))
-    return Step(ids, masks, AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval())
+    return Step(
+        ids,
+        masks,
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval(),
+    )
 
 
 def score_turns(step: Step, change: Callable[[list[int]], list[int]]) -> list[list[float]]:
@@ -190,13 +220,17 @@ def after_row_before(step: Step) -> list[list[float]]:
 
 def after_positions(step: Step) -> list[list[float]]:
     offsets = [len(step.ids[number - 1]) if number else 0 for number in range(ROWS)]
-    return [step.score(ids, first=offset) for ids, offset in zip(step.ids, offsets, strict=True)]
+    return [
+        step.score(ids, first=offset) for ids, offset in zip(step.ids, offsets, strict=True)
+    ]
 
 
 def after_padding(step: Step) -> list[list[float]]:
     lengths = [mask.index(1) for mask in step.masks]
     offsets = [max(lengths) - length for length in lengths]
-    return [step.score(ids, first=offset) for ids, offset in zip(step.ids, offsets, strict=True)]
+    return [
+        step.score(ids, first=offset) for ids, offset in zip(step.ids, offsets, strict=True)
+    ]
 
 
 def in_bfloat16(step: Step) -> list[list[float]]:
@@ -206,7 +240,9 @@ def in_bfloat16(step: Step) -> list[list[float]]:
 
 def with_noise(step: Step) -> list[list[float]]:
     generator = np.random.default_rng(0)
-    return [(np.array(row) - generator.random(len(row))).tolist() for row in score_all(step)]
+    return [
+        (np.array(row) - generator.random(len(row))).tolist() for row in score_all(step)
+    ]
 
 
 def without_ends(ids: list[int]) -> list[int]:
@@ -225,15 +261,31 @@ PLANTED: dict[str, tuple[str, Callable[[Step], list[list[float]]], dict[str, Any
         lambda step: score_all(step, temperature=1 / 0.7),
         {"temperature": 0.7},
     ),
-    "another temperature": ("temperature", lambda step: score_all(step, temperature=0.83), {}),
+    "another temperature": (
+        "temperature",
+        lambda step: score_all(step, temperature=0.83),
+        {},
+    ),
     "shifted right": ("shifted_right", lambda step: shift(score_all(step), 1), {}),
     "shifted left": ("shifted_left", lambda step: shift(score_all(step), -1), {}),
     "top_p": ("top_p:0.9", lambda step: cut(step, top_p=0.9), {}),
-    "a top_p that the step names": ("top_p:0.83", lambda step: cut(step, top_p=0.83), {"top_p": 0.83}),
+    "a top_p that the step names": (
+        "top_p:0.83",
+        lambda step: cut(step, top_p=0.83),
+        {"top_p": 0.83},
+    ),
     "top_k": ("top_k:20", lambda step: cut(step, top_k=20), {}),
     "another end token": ("end_token", other_end, {}),
-    "end tokens left out": ("end_token_left_out", lambda step: score_turns(step, without_ends), {}),
-    "thoughts left out": ("thoughts_left_out", lambda step: score_turns(step, without_thoughts), {}),
+    "end tokens left out": (
+        "end_token_left_out",
+        lambda step: score_turns(step, without_ends),
+        {},
+    ),
+    "thoughts left out": (
+        "thoughts_left_out",
+        lambda step: score_turns(step, without_thoughts),
+        {},
+    ),
     "row before": ("attends_to_row_before", after_row_before, {}),
     "bfloat16": ("bfloat16", in_bfloat16, {}),
     "noise": ("unexplained", with_noise, {}),
@@ -245,7 +297,11 @@ GPT2 = {
 
 
 def write_step(
-    folder: Path, step: Step, values: list[list[float]], precision: str = "float32", **algorithm: Any
+    folder: Path,
+    step: Step,
+    values: list[list[float]],
+    precision: str = "float32",
+    **algorithm: Any,
 ) -> Path:
     return ballast.audit.record(
         folder / "step-1",
@@ -297,7 +353,8 @@ def test_weights_of_another_step_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "cause"), [(0.0, "adapter_not_applied"), (2.0, "adapter_scaled_twice"), (1.0, "")]
+    ("factor", "cause"),
+    [(0.0, "adapter_not_applied"), (2.0, "adapter_scaled_twice"), (1.0, "")],
 )
 def test_adapters_are_named(factor: float, cause: str, tmp_path: Path) -> None:
     base = make_model(tmp_path)
@@ -327,7 +384,10 @@ def test_faults_are_named_in_bfloat16(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     step = make_step(model)
     values = shift(in_bfloat16(step), 1)
-    assert check(write_step(tmp_path, step, values, precision="bfloat16"), model).cause == "shifted_right"
+    assert (
+        check(write_step(tmp_path, step, values, precision="bfloat16"), model).cause
+        == "shifted_right"
+    )
 
 
 def test_one_row_that_differs_is_named(tmp_path: Path) -> None:
@@ -339,7 +399,9 @@ def test_one_row_that_differs_is_named(tmp_path: Path) -> None:
     assert (finding.cause, finding.rows) == ("temperature", (2,))
 
 
-def test_the_command_takes_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_model(tmp_path)
     step = make_step(model)
     path = write_step(tmp_path, step, score_all(step))
@@ -349,7 +411,9 @@ def test_the_command_takes_models(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([str(shifted), "--model", str(model)]) == 1
     assert main([str(path), "--model", str(tmp_path / "none")]) == 2
     assert main([str(path), str(path), "--model", str(model)]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    errors = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")
+    ]
     assert [error.startswith("error: --model") for error in errors] == [True, True]
 
 

@@ -106,7 +106,13 @@ def write_slime_train_data(folder: Path) -> Path:
             }
         )
     path = folder / "12_0.pt"
-    payload = {"format_version": 2, "rollout_id": 12, "rank": 0, "samples": samples, "dp_shards": []}
+    payload = {
+        "format_version": 2,
+        "rollout_id": 12,
+        "rank": 0,
+        "samples": samples,
+        "dp_shards": [],
+    }
     torch.save(payload, path)
     return path
 
@@ -150,7 +156,12 @@ def verifiers_trace(number: int) -> dict[str, Any]:
         "task": {"type": "Math", "data": {}, "key": "sum-1"},
         "agent": {"config": {}, "name": "agent", "trainable": True},
         "nodes": [
-            {"message": {"role": "user", "content": "ab"}, "token_ids": [5], "mask": [False], "logprobs": []},
+            {
+                "message": {"role": "user", "content": "ab"},
+                "token_ids": [5],
+                "mask": [False],
+                "logprobs": [],
+            },
             {
                 "parent": 0,
                 "message": {"role": "assistant", "content": "x"},
@@ -203,7 +214,9 @@ def write_nemo_rl(folder: Path) -> Path:
                 "rewards": [REWARDS[number]],
                 "input_lengths": [len(ids)],
                 "token_ids": [ids + [0] * padding],
-                "token_loss_mask": [[0] * PROMPT + [1] * len(LOGPROBS[number]) + [0] * padding],
+                "token_loss_mask": [
+                    [0] * PROMPT + [1] * len(LOGPROBS[number]) + [0] * padding
+                ],
                 "sample_loss_mask": [1.0],
                 "advantages": [[0.5] * longest],
                 "generation_logprobs": [logprobs],
@@ -243,11 +256,25 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "verl": (write_verl, ALL_TEXT),
     "slime": (
         write_slime,
-        {*ALL_TEXT, "sampler_logprobs", "weight_versions", "truncated", "sample", "trained"},
+        {
+            *ALL_TEXT,
+            "sampler_logprobs",
+            "weight_versions",
+            "truncated",
+            "sample",
+            "trained",
+        },
     ),
     "miles": (
         write_miles,
-        {*ALL_TEXT, "sampler_logprobs", "weight_versions", "truncated", "sample", "trained"},
+        {
+            *ALL_TEXT,
+            "sampler_logprobs",
+            "weight_versions",
+            "truncated",
+            "sample",
+            "trained",
+        },
     ),
     "slime train data": (
         write_slime_train_data,
@@ -255,13 +282,30 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     ),
     "prime-rl": (
         write_prime_rl,
-        {"prompt_length", "sampler_logprobs", "old_logprobs", "new_logprobs", "advantages", "micro_batch"},
+        {
+            "prompt_length",
+            "sampler_logprobs",
+            "old_logprobs",
+            "new_logprobs",
+            "advantages",
+            "micro_batch",
+        },
     ),
     "verifiers": (
         write_verifiers,
-        {*ALL_TEXT, "sampler_logprobs", "advantages", "weight_versions", "truncated", "sample"},
+        {
+            *ALL_TEXT,
+            "sampler_logprobs",
+            "advantages",
+            "weight_versions",
+            "truncated",
+            "sample",
+        },
     ),
-    "NeMo-RL": (write_nemo_rl, {*ALL_TEXT, "sampler_logprobs", "old_logprobs", "advantages", "trained"}),
+    "NeMo-RL": (
+        write_nemo_rl,
+        {*ALL_TEXT, "sampler_logprobs", "old_logprobs", "advantages", "trained"},
+    ),
     "ATIF": (write_atif, {"prompt_length", "sampler_logprobs", "sample"}),
 }
 
@@ -304,8 +348,12 @@ def test_lines_in_a_file_named_json_are_no_trajectory(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("record", [{"a": 1}, {"schema_version": 2}, {"schema_version": None, "steps": []}])
-def test_json_of_another_form_is_no_trajectory(record: Any, indent: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "record", [{"a": 1}, {"schema_version": 2}, {"schema_version": None, "steps": []}]
+)
+def test_json_of_another_form_is_no_trajectory(
+    record: Any, indent: int | None, tmp_path: Path
+) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps(record, indent=indent))
     with pytest.raises(DataError, match="its keys are of no known dump") as failure:
@@ -339,7 +387,9 @@ def test_the_command_audits_a_clean_dump(
     assert main([str(write(tmp_path)), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     verdicts = {
-        finding["name"]: finding["verdict"] for step in report["steps"] for finding in step["findings"]
+        finding["name"]: finding["verdict"]
+        for step in report["steps"]
+        for finding in step["findings"]
     }
     assert verdicts["layout.ids"] == "passed"
     assert verdicts["loss.value"] == "unknown"
@@ -350,24 +400,40 @@ def test_the_command_audits_a_folder_of_dumps_by_step(
 ) -> None:
     text = write_verl(tmp_path).read_text()
     for step in (2, 10):
-        (tmp_path / f"{step}.jsonl").write_text(text.replace('"step": 12', f'"step": {step}'))
+        (tmp_path / f"{step}.jsonl").write_text(
+            text.replace('"step": 12', f'"step": {step}')
+        )
     main([str(tmp_path), "--json"])
-    assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == [2, 10, 12]
+    assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == [
+        2,
+        10,
+        12,
+    ]
 
 
 def test_a_removed_sample_is_not_trained(tmp_path: Path) -> None:
     path = tmp_path / "1.pt"
-    samples = [slime_sample(0, remove_sample=True), slime_sample(1, loss_mask=[0, 1], reward={"a": 1.0})]
+    samples = [
+        slime_sample(0, remove_sample=True),
+        slime_sample(1, loss_mask=[0, 1], reward={"a": 1.0}),
+    ]
     torch.save({"rollout_id": 1, "samples": samples}, path)
     bundle = read_dump(path)
     assert bundle.row_column("trained").tolist() == [0, 1]
     assert bundle.token_column("loss_mask").tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1]
-    assert "--reward-key" in bundle.missing["rewards"] or "1 of 2" in bundle.missing["rewards"]
+    assert (
+        "--reward-key" in bundle.missing["rewards"] or "1 of 2" in bundle.missing["rewards"]
+    )
 
 
 def test_branches_of_a_trace_are_rows_of_a_sample(tmp_path: Path) -> None:
     trace = verifiers_trace(0)
-    second = {**trace["nodes"][1], "token_ids": [9, 1], "mask": [True, True], "logprobs": [-1.0, -2.0]}
+    second = {
+        **trace["nodes"][1],
+        "token_ids": [9, 1],
+        "mask": [True, True],
+        "logprobs": [-1.0, -2.0],
+    }
     del second["advantages"]
     trace["nodes"].append(second)
     path = tmp_path / "traces.jsonl"
@@ -387,13 +453,27 @@ def test_turns_that_continue_are_one_row(tmp_path: Path) -> None:
             "completion_token_ids": completion,
             "logprobs": [-1.0] * len(completion),
         }
-        steps.append({"step_id": number + 1, "source": "agent", "message": "", "metrics": metrics})
+        steps.append(
+            {"step_id": number + 1, "source": "agent", "message": "", "metrics": metrics}
+        )
     path = tmp_path / "trajectory.json"
-    path.write_text(json.dumps({"schema_version": "ATIF-v1.7", "agent": {}, "steps": steps}))
+    path.write_text(
+        json.dumps({"schema_version": "ATIF-v1.7", "agent": {}, "steps": steps})
+    )
     bundle = read_dump(path)
     assert bundle.offsets.tolist() == [0, 6, 9]
     assert bundle.token_column("loss_mask").tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 1]
-    assert bundle.token_column("sampler_logprobs").tolist() == [0, 0, -1, -1, 0, -1, 0, 0, -1]
+    assert bundle.token_column("sampler_logprobs").tolist() == [
+        0,
+        0,
+        -1,
+        -1,
+        0,
+        -1,
+        0,
+        0,
+        -1,
+    ]
 
 
 class Hostile:
@@ -408,7 +488,10 @@ class Hostile:
 
 def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     proof = tmp_path / "loaded"
-    torch.save({"rollout_id": 1, "samples": [slime_sample(0, metadata=Hostile(proof))]}, tmp_path / "1.pt")
+    torch.save(
+        {"rollout_id": 1, "samples": [slime_sample(0, metadata=Hostile(proof))]},
+        tmp_path / "1.pt",
+    )
     (tmp_path / "2.pt").write_bytes(pickle.dumps(Hostile(proof)))
     for name in ("1.pt", "2.pt"):
         with pytest.raises(DataError, match=name):
@@ -421,8 +504,14 @@ BAD_FILES: dict[str, tuple[str, bytes]] = {
     "not JSON": ("a.jsonl", b"{"),
     "a list": ("a.jsonl", b"[1]"),
     "unknown keys": ("a.jsonl", b'{"a": 1}'),
-    "a text as score": ("a.jsonl", b'{"input": "a", "output": "b", "score": "1", "step": 1}'),
-    "a missing step": ("a.jsonl", b'{"input": "a", "output": "b", "score": 1, "step": null}'),
+    "a text as score": (
+        "a.jsonl",
+        b'{"input": "a", "output": "b", "score": "1", "step": 1}',
+    ),
+    "a missing step": (
+        "a.jsonl",
+        b'{"input": "a", "output": "b", "score": 1, "step": null}',
+    ),
     "log-probs of another length": (
         "a.jsonl",
         b'{"token_ids": [1, 2], "loss_mask": [0, 1], "inference_logprobs": [0], "trainer_logprobs": [0, 0], '

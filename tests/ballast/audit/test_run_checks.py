@@ -12,14 +12,20 @@ from tests.ballast.audit.faults import with_facts, with_tokens
 from tests.ballast.audit.steps import clean_step
 
 
-def make_step(number: int, *, trainer: int, sampled: int, seed: int | None = None) -> Bundle:
+def make_step(
+    number: int, *, trainer: int, sampled: int, seed: int | None = None
+) -> Bundle:
     bundle = clean_step(seed=number if seed is None else seed)
     versions = np.full(bundle.token_count, sampled)
-    return with_facts(with_tokens(bundle, weight_versions=versions), step=number, weight_version=trainer)
+    return with_facts(
+        with_tokens(bundle, weight_versions=versions), step=number, weight_version=trainer
+    )
 
 
 def check(*steps: Bundle) -> dict[str, Finding]:
-    return {finding.name: finding for finding in check_run([summarise(step) for step in steps])}
+    return {
+        finding.name: finding for finding in check_run([summarise(step) for step in steps])
+    }
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
@@ -45,7 +51,10 @@ def test_a_step_that_is_trained_again_is_named() -> None:
 
 
 def test_what_a_run_lacks_is_named() -> None:
-    steps = [with_facts(make_step(n, trainer=n, sampled=n), weight_version=None) for n in range(3)]
+    steps = [
+        with_facts(make_step(n, trainer=n, sampled=n), weight_version=None)
+        for n in range(3)
+    ]
     assert check(*steps)["run.weights_arrive"].missing == "weight_version"
     bare = []
     for step in steps:

@@ -31,7 +31,12 @@ CLEAN: dict[str, dict[str, Any]] = {
     "grpo, KL": {"loss_type": "grpo", "beta": 0.1},
     "grpo, no scale": {"loss_type": "grpo", "scale_rewards": "none", **LONG},
     "grpo, two updates of a generation": {"loss_type": "grpo", "steps_per_generation": 4},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", **TWICE, "learning_rate": 1e-4},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        **TWICE,
+        "learning_rate": 1e-4,
+    },
     "bnpo": {"loss_type": "bnpo", "gradient_accumulation_steps": 1},
     "bnpo, micro-batches": {"loss_type": "bnpo", **LONG},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", **LONG},
@@ -44,7 +49,9 @@ CLEAN: dict[str, dict[str, Any]] = {
 }
 
 
-def audit_run(folder: Path, prepare: Callable[[Any], None] | None, settings: dict[str, Any]) -> list[Finding]:
+def audit_run(
+    folder: Path, prepare: Callable[[Any], None] | None, settings: dict[str, Any]
+) -> list[Finding]:
     """Return what is wrong in a recorded run."""
     findings = [
         finding
@@ -91,7 +98,9 @@ def change_batch(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], No
     return prepare
 
 
-def change_logprobs(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+def change_logprobs(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[Any], None]:
     """Plant a fault in the trainer's log-probs."""
 
     def prepare(trainer: Any) -> None:
@@ -152,7 +161,9 @@ def sample_colder(trainer: Any) -> None:
 
 def map_logprobs(change: Callable[[float], float]) -> Callable[[dict[str, Any]], None]:
     def change_output(output: dict[str, Any]) -> None:
-        output["logprobs"] = [[change(value) for value in row] for row in output["logprobs"]]
+        output["logprobs"] = [
+            [change(value) for value in row] for row in output["logprobs"]
+        ]
 
     return change_output
 
@@ -167,7 +178,9 @@ def shift_sampler(output: dict[str, Any]) -> None:
 
 def repeat_samples(output: dict[str, Any]) -> None:
     for name in ("completion_ids", "logprobs"):
-        output[name] = [output[name][number - number % 4] for number in range(len(output[name]))]
+        output[name] = [
+            output[name][number - number % 4] for number in range(len(output[name]))
+        ]
 
 
 def swap_logprobs(output: dict[str, Any]) -> None:
@@ -224,14 +237,24 @@ FAULTS: dict[str, Fault] = {
         change_samples(map_logprobs(zero)),
         {},
     ),
-    "they are probabilities": ("log_probs.sampler", "probabilities", change_samples(map_logprobs(exp)), {}),
+    "they are probabilities": (
+        "log_probs.sampler",
+        "probabilities",
+        change_samples(map_logprobs(exp)),
+        {},
+    ),
     "they are in base 2": (
         "log_probs.sampler_and_trainer",
         "base_2",
         change_samples(map_logprobs(lambda value: value / log(2))),
         {},
     ),
-    "they are negated": ("log_probs.sampler", "sign_flipped", change_samples(map_logprobs(neg)), {}),
+    "they are negated": (
+        "log_probs.sampler",
+        "sign_flipped",
+        change_samples(map_logprobs(neg)),
+        {},
+    ),
     "they are constant": (
         "log_probs.sampler",
         "constant",
@@ -262,19 +285,54 @@ FAULTS: dict[str, Fault] = {
         change_samples(swap_logprobs),
         {},
     ),
-    "samples are repeated": ("selection.duplicates", "duplicate_rows", change_samples(repeat_samples), {}),
-    "most rows are masked": ("layout.loss_tokens", "most_rows_masked", change_batch(mask_most_rows), {}),
-    "the end is masked": ("layout.after_end", "end_token_not_trained", change_batch(mask_end), LONG),
-    "the mask begins late": ("layout.prompt_mask", "mask_shifted_right", change_batch(mask_first_token), {}),
-    "padding is trained": ("layout.after_end", "trained_after_end", change_batch(train_padding), LONG),
+    "samples are repeated": (
+        "selection.duplicates",
+        "duplicate_rows",
+        change_samples(repeat_samples),
+        {},
+    ),
+    "most rows are masked": (
+        "layout.loss_tokens",
+        "most_rows_masked",
+        change_batch(mask_most_rows),
+        {},
+    ),
+    "the end is masked": (
+        "layout.after_end",
+        "end_token_not_trained",
+        change_batch(mask_end),
+        LONG,
+    ),
+    "the mask begins late": (
+        "layout.prompt_mask",
+        "mask_shifted_right",
+        change_batch(mask_first_token),
+        {},
+    ),
+    "padding is trained": (
+        "layout.after_end",
+        "trained_after_end",
+        change_batch(train_padding),
+        LONG,
+    ),
     "advantages are negated": (
         "advantages.estimator",
         "sign_flipped",
         change_batch(scale_advantages(-1)),
         {},
     ),
-    "advantages are halved": ("advantages.estimator", "scaled", change_batch(scale_advantages(0.5)), {}),
-    "advantages are 0": ("advantages.estimator", "all_zero", change_batch(scale_advantages(0)), {}),
+    "advantages are halved": (
+        "advantages.estimator",
+        "scaled",
+        change_batch(scale_advantages(0.5)),
+        {},
+    ),
+    "advantages are 0": (
+        "advantages.estimator",
+        "all_zero",
+        change_batch(scale_advantages(0)),
+        {},
+    ),
     "advantages are scaled by the batch": (
         "advantages.estimator",
         "estimator:grpo_batch_std",
@@ -282,16 +340,31 @@ FAULTS: dict[str, Fault] = {
         {"scale_rewards": "none"},
     ),
     "old log-probs are zeros": ("log_probs.old", "all_zero", change_batch(zero_old), TWICE),
-    "old log-probs are shifted": ("log_probs.new_places", "shifted_by_one", change_batch(shift_old), TWICE),
+    "old log-probs are shifted": (
+        "log_probs.new_places",
+        "shifted_by_one",
+        change_batch(shift_old),
+        TWICE,
+    ),
     "labels are shifted": (
         "log_probs.sampler_and_trainer",
         "shifted_by_one",
         change_logprobs(lambda logprobs: logprobs.roll(1, dims=1)),
         {},
     ),
-    "log-probs are zeros": ("log_probs.new", "all_zero", change_logprobs(lambda logprobs: logprobs * 0), {}),
+    "log-probs are zeros": (
+        "log_probs.new",
+        "all_zero",
+        change_logprobs(lambda logprobs: logprobs * 0),
+        {},
+    ),
     "the loss is negated": ("loss.value", "sign_flipped", change_loss(neg), LONG),
-    "the loss is NaN": ("loss.value", "not_finite", change_loss(lambda loss: loss * nan), ONCE),
+    "the loss is NaN": (
+        "loss.value",
+        "not_finite",
+        change_loss(lambda loss: loss * nan),
+        ONCE,
+    ),
     "a token mean": (
         "loss.value",
         "aggregation:token_mean",
@@ -304,7 +377,12 @@ FAULTS: dict[str, Fault] = {
         change_settings(loss_type="grpo"),
         LONG,
     ),
-    "no clipping": ("loss.value", "not_clipped", change_settings(epsilon_low=1e9, epsilon_high=1e9), FAST),
+    "no clipping": (
+        "loss.value",
+        "not_clipped",
+        change_settings(epsilon_low=1e9, epsilon_high=1e9),
+        FAST,
+    ),
     "bounds swapped": (
         "loss.value",
         "clip_bounds_swapped",

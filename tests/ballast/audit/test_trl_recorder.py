@@ -13,11 +13,26 @@ RUNS = {
     "grpo": ({"loss_type": "grpo", "beta": 0.1}, "sequence_mean_token_mean"),
     "bnpo": ({"loss_type": "bnpo", "gradient_accumulation_steps": 1}, "token_mean"),
     "bnpo of micro-batches": ({"loss_type": "bnpo"}, None),
-    "dr_grpo": ({"loss_type": "dr_grpo", "scale_rewards": "none"}, "sequence_mean_token_sum_norm"),
-    "cispo": ({"loss_type": "cispo", "epsilon_high": 2.0, "scale_rewards": "batch"}, "token_mean"),
-    "masked": ({"mask_truncated_completions": True, "max_completion_length": 24}, "token_mean"),
-    "two iterations": ({"num_iterations": 2, "loss_type": "grpo"}, "sequence_mean_token_mean"),
-    "two updates of a generated batch": ({"steps_per_generation": 4, "loss_type": "grpo"}, None),
+    "dr_grpo": (
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        "sequence_mean_token_sum_norm",
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 2.0, "scale_rewards": "batch"},
+        "token_mean",
+    ),
+    "masked": (
+        {"mask_truncated_completions": True, "max_completion_length": 24},
+        "token_mean",
+    ),
+    "two iterations": (
+        {"num_iterations": 2, "loss_type": "grpo"},
+        "sequence_mean_token_mean",
+    ),
+    "two updates of a generated batch": (
+        {"steps_per_generation": 4, "loss_type": "grpo"},
+        None,
+    ),
 }
 
 
@@ -42,10 +57,14 @@ def test_a_bundle_holds_what_the_loss_read(name: str, tmp_path: Path) -> None:
             assert bundle.row_column("truncated")[row] == (completion[-1] != END)
             is_masked = settings.get("mask_truncated_completions") and completion[-1] != END
             row_mask = mask[offsets[row] : offsets[row + 1]]
-            assert row_mask.tolist() == [0] * prompt_length + [0 if is_masked else 1] * len(completion)
+            assert row_mask.tolist() == [0] * prompt_length + [0 if is_masked else 1] * len(
+                completion
+            )
         trained = mask.astype(bool)
         old = bundle.token_column("old_logprobs")[trained]
-        np.testing.assert_allclose(bundle.token_column("sampler_logprobs")[trained], old, atol=2e-5)
+        np.testing.assert_allclose(
+            bundle.token_column("sampler_logprobs")[trained], old, atol=2e-5
+        )
         assert bundle.has("reference_logprobs") == bool(algorithm.kl_coefficient)
         assert len(bundle.facts.gradient_norm) == len(bundle.facts.loss)
         assert min(bundle.facts.gradient_norm) > 0

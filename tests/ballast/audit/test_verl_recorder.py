@@ -75,11 +75,16 @@ def jagged(rows: list[Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     )
 
 
-def make_micro_batch(numbers: list[int], tokens: int) -> tuple[TensorDict, dict[str, torch.Tensor]]:
+def make_micro_batch(
+    numbers: list[int], tokens: int
+) -> tuple[TensorDict, dict[str, torch.Tensor]]:
     """Return a micro-batch of the actor, and the model's output for it: log-probs stand one place early."""
     generator = torch.Generator().manual_seed(numbers[0])
     responses = [RESPONSES[number] for number in numbers]
-    old = [(-torch.rand(len(response), generator=generator) - 0.1).tolist() for response in responses]
+    old = [
+        (-torch.rand(len(response), generator=generator) - 0.1).tolist()
+        for response in responses
+    ]
     output = []
     for number, values in zip(numbers, old, strict=True):
         moved = [value - 0.3 * (place % 2) for place, value in enumerate(values)]
@@ -87,17 +92,27 @@ def make_micro_batch(numbers: list[int], tokens: int) -> tuple[TensorDict, dict[
     columns = {
         "prompts": jagged([PROMPTS[number] for number in numbers], torch.int64),
         "responses": jagged(responses, torch.int64),
-        "response_mask": jagged([[1] * len(response) for response in responses], torch.int64),
+        "response_mask": jagged(
+            [[1] * len(response) for response in responses], torch.int64
+        ),
         "old_log_probs": jagged(old),
         "rollout_log_probs": jagged(old),
-        "advantages": jagged([[ADVANTAGES[number]] * len(RESPONSES[number]) for number in numbers]),
+        "advantages": jagged(
+            [[ADVANTAGES[number]] * len(RESPONSES[number]) for number in numbers]
+        ),
         "token_level_scores": jagged(
             [[0.0] * (len(RESPONSES[number]) - 1) + [REWARDS[number]] for number in numbers]
         ),
     }
     data = TensorDict(columns, batch_size=[len(numbers)])
-    data["uid"] = NonTensorStack(*[NonTensorData(str(PROMPTS[number])) for number in numbers])
-    for name, value in {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": 4}.items():
+    data["uid"] = NonTensorStack(
+        *[NonTensorData(str(PROMPTS[number])) for number in numbers]
+    )
+    for name, value in {
+        "dp_size": 1,
+        "batch_num_tokens": tokens,
+        "global_batch_size": 4,
+    }.items():
         data[name] = NonTensorData(value)
     return data, {"log_probs": jagged(output)}
 
@@ -133,8 +148,13 @@ def test_a_bundle_holds_what_the_loss_read(source: str, tmp_path: Path) -> None:
     assert bundle.row_column("group").tolist() == [0, 0, 1, 1]
     assert bundle.row_column("micro_batch").tolist() == [0, 0, 1, 1]
     trained = bundle.token_column("loss_mask").astype(bool)
-    moved = bundle.token_column("new_logprobs")[trained] - bundle.token_column("old_logprobs")[trained]
-    expected = [-0.3 * (place % 2) for response in RESPONSES for place in range(len(response))]
+    moved = (
+        bundle.token_column("new_logprobs")[trained]
+        - bundle.token_column("old_logprobs")[trained]
+    )
+    expected = [
+        -0.3 * (place % 2) for response in RESPONSES for place in range(len(response))
+    ]
     np.testing.assert_allclose(moved, expected, atol=1e-6)
     assert bundle.facts.loss == pytest.approx([sum(losses)])
     findings = {finding.name: finding for finding in check_step(bundle)}

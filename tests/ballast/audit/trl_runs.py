@@ -16,10 +16,14 @@ END = 1
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<eos>": END} | {f"w{number}": number for number in range(2, VOCABULARY)}
+    words = {"<pad>": 0, "<eos>": END} | {
+        f"w{number}": number for number in range(2, VOCABULARY)
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 def make_model(seed: int = 0) -> Qwen2ForCausalLM:
@@ -46,7 +50,13 @@ def reward_even_tokens(completion_ids: list[list[int]], **others: Any) -> list[f
 def make_prompts() -> Dataset:
     prompts = []
     for number, length in enumerate(PROMPT_LENGTHS * 4):
-        prompts.append({"prompt": " ".join(f"w{2 + (number * 7 + place) % 38}" for place in range(length))})
+        prompts.append(
+            {
+                "prompt": " ".join(
+                    f"w{2 + (number * 7 + place) % 38}" for place in range(length)
+                )
+            }
+        )
     return Dataset.from_list(prompts)
 
 
@@ -63,7 +73,9 @@ def sample(prompts: list[str], trainer: Any) -> dict[str, Any]:
         tokens = list(ids)
         scores: list[float] = []
         while len(scores) < trainer.max_completion_length and tokens[-1] != END:
-            logits = model(torch.tensor([tokens])).logits[0, -1].float() / trainer.temperature
+            logits = (
+                model(torch.tensor([tokens])).logits[0, -1].float() / trainer.temperature
+            )
             distribution = torch.log_softmax(logits, 0)
             token = int(torch.multinomial(distribution.exp(), 1))
             tokens.append(token)
@@ -74,7 +86,9 @@ def sample(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
 
 
-def make_trainer(folder: Path, prepare: Callable[[Any], None] | None = None, **settings: Any) -> Any:
+def make_trainer(
+    folder: Path, prepare: Callable[[Any], None] | None = None, **settings: Any
+) -> Any:
     """Return a trainer that records nothing yet. prepare: breaks the trainer."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from trl import GRPOConfig, GRPOTrainer
@@ -114,7 +128,9 @@ def make_trainer(folder: Path, prepare: Callable[[Any], None] | None = None, **s
     return trainer
 
 
-def record_run(folder: Path, prepare: Callable[[Any], None] | None = None, **settings: Any) -> list[Path]:
+def record_run(
+    folder: Path, prepare: Callable[[Any], None] | None = None, **settings: Any
+) -> list[Path]:
     """Train for some steps and return the bundles that were recorded."""
     from ballast.audit import bundles_of
     from ballast.audit.recorders.trl import record_steps

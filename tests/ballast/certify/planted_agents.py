@@ -9,7 +9,12 @@ from openai import OpenAI
 def _ask(record: dict[str, Any], base_url: str, api_key: str, text: str = "") -> str:
     client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": record["prompt"] + text}]
-    return client.chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
+    return (
+        client.chat.completions.create(model="policy", messages=messages)
+        .choices[0]
+        .message.content
+        or ""
+    )
 
 
 def clean(record: dict[str, Any], base_url: str, api_key: str) -> float:

@@ -25,13 +25,17 @@ class Sums:
     def step(self, response: str) -> Observation:
         self.turns += 1
         right = response.strip() == self.answer
-        return Observation("Wrong. Try again.", reward=float(right), done=right or self.turns == 3)
+        return Observation(
+            "Wrong. Try again.", reward=float(right), done=right or self.turns == 3
+        )
 
 
 class TellsTheAnswer(Sums):
     def step(self, response: str) -> Observation:
         seen = super().step(response)
-        return Observation(f"Wrong, the answer was {self.answer}.", reward=seen.reward, done=seen.done)
+        return Observation(
+            f"Wrong, the answer was {self.answer}.", reward=seen.reward, done=seen.done
+        )
 
 
 class OpensWithTheAnswer(Sums):
@@ -65,7 +69,9 @@ class ReturnsATuple(Sums):
 class NotFinite(Sums):
     def step(self, response: str) -> Observation:
         seen = super().step(response)
-        return Observation("No.", reward=seen.reward if response else float("nan"), done=seen.done)
+        return Observation(
+            "No.", reward=seen.reward if response else float("nan"), done=seen.done
+        )
 
 
 class NeverDone(Sums):

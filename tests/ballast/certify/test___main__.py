@@ -18,16 +18,26 @@ from controller.observability.certificates import read_certificate
 from controller.observability.report import certificate_table
 from tests.ballast.certify.planted_rewards import HACKED, RIGHT
 
-GOOD = [{"prompt": f"How much is {n} + {7 * n}?", "answer": str(8 * n)} for n in range(1, 20)]
+GOOD = [
+    {"prompt": f"How much is {n} + {7 * n}?", "answer": str(8 * n)} for n in range(1, 20)
+]
 
 
 def write_inputs(folder: Path, source: str) -> list[str]:
     (folder / "reward.py").write_text(source)
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, GOOD)))
-    return ["--quick", "--reward", f"{folder}/reward.py:reward", "--data", f"{folder}/data.jsonl"]
+    return [
+        "--quick",
+        "--reward",
+        f"{folder}/reward.py:reward",
+        "--data",
+        f"{folder}/data.jsonl",
+    ]
 
 
-def test_a_clean_task_exits_with_0_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clean_task_exits_with_0_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(write_inputs(tmp_path, RIGHT)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("level quick, about a minute")
@@ -45,18 +55,29 @@ def test_a_configuration_without_a_model_is_certified_by_its_parts(tmp_path: Pat
     assert main(["--quick", f"{tmp_path}/mine.yaml"]) == 0
 
 
-def test_a_certain_defect_exits_with_1_and_users_code_runs_elsewhere(tmp_path: Path) -> None:
+def test_a_certain_defect_exits_with_1_and_users_code_runs_elsewhere(
+    tmp_path: Path,
+) -> None:
     source = f"import os\nassert os.getpid() != {os.getpid()}\n" + HACKED["reward.constant"]
     assert main(write_inputs(tmp_path, source)) == 1
     findings = json.loads((tmp_path / "certificate.json").read_text())["findings"]
-    assert [row["name"] for row in findings if row["level"] == "certain"] == ["reward.constant"]
+    assert [row["name"] for row in findings if row["level"] == "certain"] == [
+        "reward.constant"
+    ]
 
 
 def test_what_a_reward_prints_stays_out_of_the_json(tmp_path: Path) -> None:
     """Of a process: its stdout is what a program reads."""
     source = RIGHT.replace("def reward(", "print('loaded', flush=True)\n\n\ndef reward(", 1)
     assert "loaded" in source
-    command = [sys.executable, "-m", "ballast", "certify", *write_inputs(tmp_path, source), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ballast",
+        "certify",
+        *write_inputs(tmp_path, source),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["level"] == "quick"
     assert "loaded" in done.stderr
@@ -70,11 +91,21 @@ def test_what_a_reward_prints_stays_out_of_the_json(tmp_path: Path) -> None:
         ["--reward", "missing.py:reward", "--data", "data.jsonl"],
         ["--reward", "workers.reward_functions:exact_match"],
         ["--reward", "workers.reward_functions:exact_match", "--data", "missing.jsonl"],
-        ["--reward", "workers.reward_functions:exact_match", "--data", "data.jsonl", "--answer-key", "none"],
+        [
+            "--reward",
+            "workers.reward_functions:exact_match",
+            "--data",
+            "data.jsonl",
+            "--answer-key",
+            "none",
+        ],
     ],
 )
 def test_what_cannot_be_read_exits_with_2_and_a_line(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_inputs(tmp_path, RIGHT)
     monkeypatch.chdir(tmp_path)
@@ -85,7 +116,11 @@ def test_what_cannot_be_read_exits_with_2_and_a_line(
 
 def certificate_of(path: Path) -> Certificate:
     certificate = Certificate("mine.yaml", "quick", [str(path)])
-    certificate.add(Finding("reward.constant", Level.CERTAIN, "A " * 200, "x" * 200, "b", "c\n\x1b[31m" * 99))
+    certificate.add(
+        Finding(
+            "reward.constant", Level.CERTAIN, "A " * 200, "x" * 200, "b", "c\n\x1b[31m" * 99
+        )
+    )
     certificate.add_table("panel", [{"policy": "p" * 70, "mean": 0.5, "spread": 0.25}])
     certificate.add_coverage("data", "all records", "paraphrases")
     certificate.skip("tools", "none")
@@ -116,12 +151,16 @@ def test_a_report_shows_the_certificate(workspace: Path) -> None:
     config = load(workspace / "config.yaml")
     data = next(iter(config.data.weights))
     assert certificate_table(config) == []
-    Path(data).with_name("certificate.json").write_text(json.dumps(certificate_of(Path(data)).to_json()))
+    Path(data).with_name("certificate.json").write_text(
+        json.dumps(certificate_of(Path(data)).to_json())
+    )
     (table,) = certificate_table(config)
     assert [row["name"] for row in table.rows] == ["reward.constant"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"findings": 3}', '{"findings": [3], "data": []}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"findings": 3}', '{"findings": [3], "data": []}']
+)
 def test_a_file_that_is_no_certificate_is_left_alone(content: str, workspace: Path) -> None:
     config = load(workspace / "config.yaml")
     Path(next(iter(config.data.weights))).with_name("certificate.json").write_text(content)

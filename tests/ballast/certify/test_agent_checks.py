@@ -23,7 +23,9 @@ RAISES = SUMS.replace(REWARD, "float(int(trace.last_reply) == self.data.answer)"
 
 
 def findings_of(packed: bytes, records: list[dict[str, Any]]) -> list[str]:
-    tried = TriedAgent(packed, "rollout.agent=mine.py:run", "prompt", "answer", 30.0, 4, 4.0, 64)
+    tried = TriedAgent(
+        packed, "rollout.agent=mine.py:run", "prompt", "answer", 30.0, 4, 4.0, 64
+    )
     report = asyncio.run(check_agent(tried, records))
     assert not report.other_routes
     return [finding.name for finding in report.findings]
@@ -41,7 +43,8 @@ def test_a_clean_agent_has_no_finding(agent: Callable[..., Any]) -> None:
 
 @pytest.mark.slow  # a session of verifiers takes a second
 @pytest.mark.parametrize(
-    ("names", "code"), [([], SUMS), (["agent.pays_everything"], PAYS_ALWAYS), (["agent.fails"], RAISES)]
+    ("names", "code"),
+    [([], SUMS), (["agent.pays_everything"], PAYS_ALWAYS), (["agent.fails"], RAISES)],
 )
 def test_a_package_for_verifiers_is_judged_as_an_agent(
     names: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,4 +53,7 @@ def test_a_package_for_verifiers_is_judged_as_an_agent(
     monkeypatch.chdir(tmp_path)
     task_records.cache_clear()
     records = list(task_records("verifiers:sums?taskset.last=2"))
-    assert findings_of(find_verifiers_agent("rollout.environment", PACKAGE, 60.0), records) == names
+    assert (
+        findings_of(find_verifiers_agent("rollout.environment", PACKAGE, 60.0), records)
+        == names
+    )

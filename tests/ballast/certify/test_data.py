@@ -17,7 +17,9 @@ from ballast.certify.subject import make_config, read_subject
 Rows = list[dict[str, Any]]
 FIRST = ("riv", "sto", "gard", "lan", "mar", "vel", "zeb")
 WORDS = [
-    first + last for first in FIRST for last in ("er", "ne", "en", "tern", "ket", "sil", "bo", "dra", "fal")
+    first + last
+    for first in FIRST
+    for last in ("er", "ne", "en", "tern", "ket", "sil", "bo", "dra", "fal")
 ]
 
 
@@ -50,11 +52,15 @@ def leak_validation(train: Rows, held_out: Rows) -> None:
 
 def change_a_word(train: Rows, held_out: Rows) -> None:
     for place in range(6):
-        train[60 + place] = train[place] | {"prompt": train[place]["prompt"].replace("tale", "story", 1)}
+        train[60 + place] = train[place] | {
+            "prompt": train[place]["prompt"].replace("tale", "story", 1)
+        }
 
 
 def change_a_word_of_validation(train: Rows, held_out: Rows) -> None:
-    held_out[5] = train[9] | {"prompt": train[9]["prompt"].replace("How many", "What number of")}
+    held_out[5] = train[9] | {
+        "prompt": train[9]["prompt"].replace("How many", "What number of")
+    }
 
 
 def empty_prompt(train: Rows, held_out: Rows) -> None:
@@ -183,12 +189,16 @@ def certify(folder: Path, train: Rows, held_out: Rows) -> list[str]:
     subject = read_subject(config, "planted")
     check_data(subject, certificate)
     check_prompts(subject, certificate)
-    return [finding.name for finding in certificate.findings if finding.level is not Level.NOTE]
+    return [
+        finding.name for finding in certificate.findings if finding.level is not Level.NOTE
+    ]
 
 
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_a_planted_defect_is_named(plant: Callable[[Rows, Rows], None], tmp_path: Path) -> None:
+def test_a_planted_defect_is_named(
+    plant: Callable[[Rows, Rows], None], tmp_path: Path
+) -> None:
     train = clean_rows(1)
     held_out = clean_rows(2, 40)
     plant(train, held_out)
@@ -199,16 +209,22 @@ def test_clean_data_have_no_finding(tmp_path: Path) -> None:
     assert certify(tmp_path, clean_rows(1), clean_rows(2, 40)) == []
 
 
-def test_short_prompts_that_repeat_by_chance_in_other_blanks_are_a_note(tmp_path: Path) -> None:
+def test_short_prompts_that_repeat_by_chance_in_other_blanks_are_a_note(
+    tmp_path: Path,
+) -> None:
     """As drawings of letters do: the same few, some with blanks at their ends."""
     draw = random.Random(4)
     train = [
-        {"prompt": draw.choice("ABCDEFGH") + " " * draw.randrange(40) + "?", "answer": "1"} for _ in range(80)
+        {"prompt": draw.choice("ABCDEFGH") + " " * draw.randrange(40) + "?", "answer": "1"}
+        for _ in range(80)
     ]
     assert certify(tmp_path, train, clean_rows(2, 40)) == []
 
 
 def test_drawings_whose_blanks_differ_are_other_tasks(tmp_path: Path) -> None:
     """As rectangle_count of Reasoning Gym: without layout and punctuation, all drawings are one text."""
-    train = [{"prompt": f"How many corners?\n{' ' * size}##\n", "answer": str(size)} for size in range(40)]
+    train = [
+        {"prompt": f"How many corners?\n{' ' * size}##\n", "answer": str(size)}
+        for size in range(40)
+    ]
     assert certify(tmp_path, train, clean_rows(2, 40)) == []

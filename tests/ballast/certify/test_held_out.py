@@ -22,5 +22,7 @@ from ballast.certify.held_out import certified_answer
         ("", "", 0.0),
     ],
 )
-def test_an_answer_is_read_in_its_last_form(response: str, answer: str, right: float) -> None:
+def test_an_answer_is_read_in_its_last_form(
+    response: str, answer: str, right: float
+) -> None:
     assert certified_answer(response, answer) == right

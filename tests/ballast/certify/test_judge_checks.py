@@ -13,7 +13,10 @@ from workers.config.judge import GRADE
 from workers.reward_functions import last_match
 from workers.user_code.rewards import RewardFunction
 
-RECORDS = [{"prompt": "What is 2 + 3?", "answer": "5"}, {"prompt": "What is 4 + 4?", "answer": "8"}]
+RECORDS = [
+    {"prompt": "What is 2 + 3?", "answer": "5"},
+    {"prompt": "What is 4 + 4?", "answer": "8"},
+]
 
 DEFAULT = partial(last_match, pattern=GRADE)
 
@@ -46,7 +49,9 @@ def findings_of(parser: Callable[[str], float], prompt: str = "") -> list[str]:
         ("judge.question_without_record", DEFAULT, "Grade from 1 to 10 {{ response }}"),
     ],
 )
-def test_a_planted_defect_is_named_alone(name: str, parser: Callable[[str], float], prompt: str) -> None:
+def test_a_planted_defect_is_named_alone(
+    name: str, parser: Callable[[str], float], prompt: str
+) -> None:
     assert findings_of(parser, prompt) == [name]
 
 

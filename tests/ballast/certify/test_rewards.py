@@ -16,16 +16,21 @@ from tests.ballast.certify.planted_rewards import FAILING, HACKED, MISBEHAVING, 
 def subject_of(folder: Path, source: str, records: int = 40) -> Subject:
     (folder / "reward.py").write_text(source)
     lines = [
-        json.dumps({"prompt": f"How much is {n} + {7 * n}?", "answer": str(8 * n)}) for n in range(1, records)
+        json.dumps({"prompt": f"How much is {n} + {7 * n}?", "answer": str(8 * n)})
+        for n in range(1, records)
     ]
     (folder / "data.jsonl").write_text("\n".join(lines))
     overrides = ["reward.timeout_s=2", "rollout.sampling.max_new_tokens=500"]
     reward = f"{folder}/reward.py:reward"
-    return read_subject(make_config(None, "", reward, str(folder / "data.jsonl"), overrides), reward)
+    return read_subject(
+        make_config(None, "", reward, str(folder / "data.jsonl"), overrides), reward
+    )
 
 
 def names_of(certificate: Certificate) -> list[str]:
-    return [finding.name for finding in certificate.findings if finding.level is not Level.NOTE]
+    return [
+        finding.name for finding in certificate.findings if finding.level is not Level.NOTE
+    ]
 
 
 @pytest.mark.drawn(6)

@@ -43,10 +43,14 @@ class Mine:
 """
 
 
-def check(*functions: Callable[..., Any], sandbox: SandboxConfig = SANDBOX) -> tuple[list[Finding], int]:
+def check(
+    *functions: Callable[..., Any], sandbox: SandboxConfig = SANDBOX
+) -> tuple[list[Finding], int]:
     packed = cloudpickle.dumps({function.__name__: function for function in functions})
     tools = Tools(packed, [get_json_schema(function) for function in functions])
-    tried = TriedTools(tools, timeout_s=5.0, max_calls=8, max_characters=1000, sandbox=sandbox)
+    tried = TriedTools(
+        tools, timeout_s=5.0, max_calls=8, max_characters=1000, sandbox=sandbox
+    )
     return asyncio.run(check_tools(tried, ["alpha", "beta 2", "3+4"]))
 
 
@@ -61,28 +65,42 @@ def test_tools_of_a_sandbox_are_played_in_one() -> None:
 
 
 def test_a_sandbox_that_does_not_start_is_a_finding() -> None:
-    findings, _ = check(sandbox_tools.shell, sandbox=SandboxConfig(kind="docker:tests/image"))
+    findings, _ = check(
+        sandbox_tools.shell, sandbox=SandboxConfig(kind="docker:tests/image")
+    )
     assert [finding.name for finding in findings] == ["tools.sandbox_fails"]
     assert "docker" in findings[0].evidence
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_an_agents_command_is_played_where_a_run_plays_it(tmp_path: Path, inside: bool) -> None:
+def test_an_agents_command_is_played_where_a_run_plays_it(
+    tmp_path: Path, inside: bool
+) -> None:
     marker = tmp_path / "marker"
     line = shlex.join(["sh", "-c", f"""touch {marker}; echo '{{"reward": 0}}'"""])
     sandbox = SANDBOX if inside else SandboxConfig()
-    tried = TriedAgent(line, "rollout.agent_command", "prompt", "answer", 30.0, 2, 4.0, 64, sandbox)
+    tried = TriedAgent(
+        line, "rollout.agent_command", "prompt", "answer", 30.0, 2, 4.0, 64, sandbox
+    )
     asyncio.run(check_agent(tried, [{"prompt": "2+3=", "answer": 5}]))
     assert marker.exists() != inside
 
 
 def test_an_environment_opens_the_sandbox_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    records = [{"prompt": f"How much is {n} + {7 * n}?", "answer": str(8 * n)} for n in range(1, 4)]
+    records = [
+        {"prompt": f"How much is {n} + {7 * n}?", "answer": str(8 * n)} for n in range(1, 4)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
-    rollout = {"environment": f"{tmp_path}/mine.py:Mine", "max_turns": 2, "sandbox": {"kind": "bubblewrap"}}
+    rollout = {
+        "environment": f"{tmp_path}/mine.py:Mine",
+        "max_turns": 2,
+        "sandbox": {"kind": "bubblewrap"},
+    }
     configuration = {"data": {"train": f"{tmp_path}/data.jsonl"}, "rollout": rollout}
-    (tmp_path / "mine.yaml").write_text(json.dumps(configuration | {"reward": {"function": ""}}))
+    (tmp_path / "mine.yaml").write_text(
+        json.dumps(configuration | {"reward": {"function": ""}})
+    )
     assert main(["--quick", f"{tmp_path}/mine.yaml"]) == 0
     findings = json.loads((tmp_path / "certificate.json").read_text())["findings"]
     assert [row["name"] for row in findings if row["name"].startswith("environment.")] == []

@@ -31,8 +31,12 @@ def group(rewards: list[float], number: int = 1, lengths: tuple[int, ...] = ()) 
     return Group(number, rewards, right, lengths or (5,) * len(rewards), cut=0)
 
 
-@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=8), st.integers(2, 4))
-def test_the_share_with_signal_is_the_mean_over_all_subsets(rewards: list[float], samples: int) -> None:
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=8), st.integers(2, 4)
+)
+def test_the_share_with_signal_is_the_mean_over_all_subsets(
+    rewards: list[float], samples: int
+) -> None:
     subsets = [len(set(subset)) > 1 for subset in combinations(rewards, samples)]
     assert group(rewards).signal(samples) == pytest.approx(sum(subsets) / len(subsets))
 
@@ -48,7 +52,10 @@ def test_pass_at_k_is_the_mean_over_all_subsets(right: int, k: int) -> None:
     ("rights", "samples"),
     [
         ([8] * 4, 5),  # half right: 5 samples differ in 97 % of the groups, and 9 in all
-        ([1] * 4, 2),  # one in sixteen: the share is a straight line, where any n is as good
+        (
+            [1] * 4,
+            2,
+        ),  # one in sixteen: the share is a straight line, where any n is as good
         ([0] * 4, 2),  # nothing to gain
     ],
 )
@@ -57,13 +64,20 @@ def test_samples_per_prompt_lie_at_the_knee(rights: list[int], samples: int) -> 
     assert signal.best_samples == samples
 
 
-def line(uid: int, reward: float, tokens: int, reason: str = "stop", **more: Any) -> dict[str, Any]:
+def line(
+    uid: int, reward: float, tokens: int, reason: str = "stop", **more: Any
+) -> dict[str, Any]:
     facts = {"uid": str(uid), "reward": reward, "parts": {"exact": reward / 2}}
     return {**facts, "response_tokens": tokens, "finish_reason": reason, **more}
 
 
 def test_lines_become_groups_by_record_without_failed_rewards() -> None:
-    lines = [line(0, 1.0, 9), line(0, 0.0, 30, "length"), line(0, 0.0, 3, failure="raised"), line(1, 2.0, 4)]
+    lines = [
+        line(0, 1.0, 9),
+        line(0, 0.0, 30, "length"),
+        line(0, 0.0, 3, failure="raised"),
+        line(1, 2.0, 4),
+    ]
     lines.append(line(1, 0.5, 6))
     first, second = group_lines(lines, [7, 9], "reward", 1.0).groups
     assert (first.number, second.number) == (7, 9)
@@ -98,7 +112,11 @@ def test_a_difficulty_is_written_next_to_the_data(tmp_path: Path) -> None:
     subject: Any = SimpleNamespace(train={str(data): records}, records=records)
     file = write_difficulty(subject, Signal([group([1.0, 0.0, 0.0, 0.0], number=2)]))
     assert file == tmp_path / "train.difficulty.jsonl"
-    assert json.loads(file.read_text()) == {"prompt": "2+2=", "answer": 4, "difficulty": 0.75}
+    assert json.loads(file.read_text()) == {
+        "prompt": "2+2=",
+        "answer": 4,
+        "difficulty": 0.75,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +128,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def subject_of(tmp_path: Path, prompts: list[Any], model: str) -> Any:
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": prompt, "answer": "5"}) + "\n" for prompt in prompts))
+    data.write_text(
+        "".join(json.dumps({"prompt": prompt, "answer": "5"}) + "\n" for prompt in prompts)
+    )
     config = make_config(None, "", "examples/gsm8k/reward.py:reward", str(data))
     return replace(read_subject(config, "mine"), model=model)
 
@@ -118,7 +138,10 @@ def subject_of(tmp_path: Path, prompts: list[Any], model: str) -> Any:
 @pytest.mark.parametrize(
     ("prompts", "reason"),
     [
-        (["How many?"] * 9, "has 'howmany?' in its prompt, which the model's vocabulary lacks"),
+        (
+            ["How many?"] * 9,
+            "has 'howmany?' in its prompt, which the model's vocabulary lacks",
+        ),
         ([[{"role": "user", "content": "1+1"}]] * 9, "the model has no chat template"),
         (["1+1="] * 3, "there are only 3"),
     ],

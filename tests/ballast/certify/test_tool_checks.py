@@ -31,7 +31,9 @@ def test_a_planted_defect_is_named_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("tool", RUNS_CODE)
-def test_a_tool_that_runs_its_argument_is_named_unless_it_always_fails(tool: Callable[..., Any]) -> None:
+def test_a_tool_that_runs_its_argument_is_named_unless_it_always_fails(
+    tool: Callable[..., Any],
+) -> None:
     """A shell takes any word. `eval` takes none of the words of a prompt, but does take a program."""
     assert "tools.runs_code_unconfined" in findings_of(tool)
 

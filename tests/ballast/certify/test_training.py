@@ -29,11 +29,19 @@ SUBJECT: Any = SimpleNamespace(prompt_key="prompt", answer_key="answer", records
 def validations(scores: list[float], rights: list[float]) -> list[dict[str, Any]]:
     rows = []
     for number, (score, right) in enumerate(zip(scores, rights, strict=True)):
-        rows.append({"step": 10 * number, "validation/reward": score, "validation/certified_answer": right})
+        rows.append(
+            {
+                "step": 10 * number,
+                "validation/reward": score,
+                "validation/certified_answer": right,
+            }
+        )
     return rows
 
 
-def sample(step: int, reward: float, response: str = "", prompt: str = "1+1=") -> dict[str, Any]:
+def sample(
+    step: int, reward: float, response: str = "", prompt: str = "1+1="
+) -> dict[str, Any]:
     return {"step": step, "reward": reward, "response": response, "prompt": prompt}
 
 
@@ -66,7 +74,9 @@ def test_the_noise_of_a_score_follows_its_range() -> None:
 
 
 def test_an_exploit_shows_the_wrong_samples_that_gained_most() -> None:
-    samples = [sample(1, 0.2, "early")] + [sample(30, n / 10, f"wrong {n}", f"{n}+1=") for n in range(10)]
+    samples = [sample(1, 0.2, "early")] + [
+        sample(30, n / 10, f"wrong {n}", f"{n}+1=") for n in range(10)
+    ]
     samples.append(sample(30, 9.0, "2"))  # the answer of 1+1=
     samples.append(sample(30, 0.1, "worse", "9+1="))
     lines = exploits(samples, SUBJECT)
@@ -79,16 +89,24 @@ def test_a_small_run_has_only_settings_of_a_run(tmp_path: Path) -> None:
     warm_start.create_model(model, 0, width=32, layers=1)
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    subject = read_subject(make_config(None, "", "examples/gsm8k/reward.py:reward", str(file)), "mine")
+    subject = read_subject(
+        make_config(None, "", "examples/gsm8k/reward.py:reward", str(file)), "mine"
+    )
     policy = SmallPolicy(str(model), RECORDS, list(range(1, 21)))
     held_out = SmallPolicy(str(model), RECORDS[::5], [1, 2, 3, 4])
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings_of(subject, policy, held_out, tmp_path)))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(settings_of(subject, policy, held_out, tmp_path))
+    )
     config = load(tmp_path / "config.yaml", [])
     assert config.reward.weights["ballast.certify.held_out:certified_answer"] == 0.0
     train = [json.loads(line) for line in Path(config.data.train).read_text().splitlines()]
-    held = [json.loads(line) for line in Path(config.data.validation).read_text().splitlines()]
+    held = [
+        json.loads(line) for line in Path(config.data.validation).read_text().splitlines()
+    ]
     assert len(train) == 16 and len(held) == 4
-    assert {row["certify_answer"] for row in held} == {row["answer"] for row in RECORDS[::5]}
+    assert {row["certify_answer"] for row in held} == {
+        row["answer"] for row in RECORDS[::5]
+    }
 
 
 REWARD = """
@@ -104,14 +122,21 @@ def reward(response, solution):
     [("float(right)", []), ("response.count('9') / 20", ["train.exploit"])],
     ids=["the answer", "nines"],
 )
-def test_a_policy_learns_the_answer_or_the_reward_alone(paid: str, names: list[str], tmp_path: Path) -> None:
+def test_a_policy_learns_the_answer_or_the_reward_alone(
+    paid: str, names: list[str], tmp_path: Path
+) -> None:
     assert warm_start.main() == 0
     data.write(tmp_path / "train.jsonl", 1024, seed=1, held_out=False)
     data.write(tmp_path / "held_out.jsonl", 192, seed=2, held_out=True)
     (tmp_path / "mine.py").write_text(REWARD.format(paid))
-    overrides = [f"data.validation={tmp_path / 'held_out.jsonl'}", "rollout.sampling.max_new_tokens=64"]
+    overrides = [
+        f"data.validation={tmp_path / 'held_out.jsonl'}",
+        "rollout.sampling.max_new_tokens=64",
+    ]
     overrides.append("data.max_prompt_tokens=26")
-    config = make_config(None, "", f"{tmp_path}/mine.py:reward", str(tmp_path / "train.jsonl"), overrides)
+    config = make_config(
+        None, "", f"{tmp_path}/mine.py:reward", str(tmp_path / "train.jsonl"), overrides
+    )
     certificate = Certificate("addition", "train")
     check_training(read_subject(config, "addition"), certificate)
     assert certificate.skipped == {}

@@ -24,10 +24,17 @@ GIB = 2**30
 
 
 def node(address: str, **resources: float) -> Node:
-    return {"NodeID": "ab" * 28, "NodeManagerAddress": address, "Resources": resources, "Alive": True}
+    return {
+        "NodeID": "ab" * 28,
+        "NodeManagerAddress": address,
+        "Resources": resources,
+        "Alive": True,
+    }
 
 
-def test_a_task_on_every_node_brings_its_findings_and_a_lost_node_an_error(ray_session: None) -> None:
+def test_a_task_on_every_node_brings_its_findings_and_a_lost_node_an_error(
+    ray_session: None,
+) -> None:
     (here,) = ray.nodes()
     found = look_at([here, node("10.0.0.9")], ["torch"])
     findings, _ = found[here["NodeManagerAddress"]]
@@ -52,7 +59,9 @@ def test_ray_must_offer_the_gpus_that_torch_sees(
         [node("10.0.0.1", CPU=16.0, GPU=gpus, object_store_memory=8.0 * GIB)], seen, on_gpus
     )
     assert found.status is status
-    assert f"1 node, 16 CPUs, {gpus:g} GPUs, object store of 8.0 GiB on a node" in found.text
+    assert (
+        f"1 node, 16 CPUs, {gpus:g} GPUs, object store of 8.0 GiB on a node" in found.text
+    )
 
 
 def test_requirements_are_those_that_this_project_declares() -> None:
@@ -68,14 +77,21 @@ def test_every_check_is_made_though_those_before_it_fail(
 
     tried: list[str] = []
     monkeypatch.setattr(smoke_test, "all_reduce", broken)
-    monkeypatch.setattr(smoke_test, "train_two_steps", lambda config, _: tried.append(config.model.path))
+    monkeypatch.setattr(
+        smoke_test, "train_two_steps", lambda config, _: tried.append(config.model.path)
+    )
     config = load(
-        write_workspace(tmp_path), [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'a/b'}"]
+        write_workspace(tmp_path),
+        [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'a/b'}"],
     )
     (tmp_path / "made").mkdir()
     report = Report()
     check_cluster(config, report, tmp_path / "made", of_a_run=True, model="given")
-    failed = {finding.name: finding.text for finding in report.findings if finding.status is Status.FAIL}
+    failed = {
+        finding.name: finding.text
+        for finding in report.findings
+        if finding.status is Status.FAIL
+    }
     assert failed == {"all-reduce": "RuntimeError: broken"}
     assert tried == ["given"]
     assert {"versions", "run.dir", "Ray"} <= {finding.name for finding in report.findings}
@@ -96,7 +112,9 @@ def test_without_a_model_a_tiny_one_is_made(
 ) -> None:
     used: list[str] = []
     monkeypatch.setattr(smoke_test, "all_reduce", lambda *_: ok("all-reduce", ""))
-    monkeypatch.setattr(smoke_test, "train_two_steps", lambda config, _: used.append(config.model.path))
+    monkeypatch.setattr(
+        smoke_test, "train_two_steps", lambda config, _: used.append(config.model.path)
+    )
     check_cluster(load(None, doctor.ANYWHERE), Report(), tmp_path, of_a_run=False, model="")
     assert used == [str(tmp_path / "model")]
     assert (tmp_path / "model" / "config.json").is_file()

@@ -38,12 +38,17 @@ def test_this_machine_has_every_line(tmp_path: Path) -> None:
         "critic.path": str(tmp_path / "gone"),
         "reference.path": "",
     }
-    findings, count = look("127.0.0.1", ["torch"], marker=str(tmp_path / "mark"), paths=models)
+    findings, count = look(
+        "127.0.0.1", ["torch"], marker=str(tmp_path / "mark"), paths=models
+    )
     assert [each.name for each in findings] == [*NODE_LINES, "run.dir", "critic.path"]
     lines = {each.name: each for each in findings}
     assert lines["versions"].text == f"torch {torch.__version__}"
     assert lines["network"] == Finding("network", OK, "lo carries 127.0.0.1")
-    assert (lines["critic.path"].status, "there is no folder" in lines["critic.path"].text) == (FAIL, True)
+    assert (
+        lines["critic.path"].status,
+        "there is no folder" in lines["critic.path"].text,
+    ) == (FAIL, True)
     assert count == torch.cuda.device_count()
 
 
@@ -56,8 +61,18 @@ def test_this_machine_has_every_line(tmp_path: Path) -> None:
             "no-such-package is not installed",
             "'torch>=2' 'no-",
         ),
-        (lambda: versions(["torch==1.0"]), FAIL, "is not ==1.0", "pip install 'torch==1.0'"),
-        (lambda: gpu_findings([], "driver too old", True), FAIL, "driver too old", "CUDA_VISIBLE_DEVICES"),
+        (
+            lambda: versions(["torch==1.0"]),
+            FAIL,
+            "is not ==1.0",
+            "pip install 'torch==1.0'",
+        ),
+        (
+            lambda: gpu_findings([], "driver too old", True),
+            FAIL,
+            "driver too old",
+            "CUDA_VISIBLE_DEVICES",
+        ),
         (lambda: gpu_findings([], "a CPU build", False), OK, "models run on CPUs", ""),
         (
             lambda: gpu_findings([CARD] * 8, "", True),
@@ -86,8 +101,18 @@ def test_this_machine_has_every_line(tmp_path: Path) -> None:
             "--shm-size=16g",
         ),
         (lambda: network("127.0.0.1", 1), OK, "lo carries 127.0.0.1", ""),
-        (lambda: network("127.0.0.1", 2), FAIL, "lo carries 127.0.0.1", "--node-ip-address"),
-        (lambda: network("203.0.113.1", 1), FAIL, "no interface carries 203.0.113.1", "--node-ip-address"),
+        (
+            lambda: network("127.0.0.1", 2),
+            FAIL,
+            "lo carries 127.0.0.1",
+            "--node-ip-address",
+        ),
+        (
+            lambda: network("203.0.113.1", 1),
+            FAIL,
+            "no interface carries 203.0.113.1",
+            "--node-ip-address",
+        ),
     ],
 )
 def test_a_fact_is_judged_with_what_to_change(
@@ -118,13 +143,17 @@ def test_amd_gpus_are_named(
     monkeypatch.setattr(torch.version, "hip", "7.0")
     cards, problem = gpus()
     finding = gpu_findings(cards, problem, on_gpus)
-    assert cards == () and finding.status is status and "ROCm is not supported" in finding.text
+    assert (
+        cards == () and finding.status is status and "ROCm is not supported" in finding.text
+    )
 
 
 def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((index + 1) << 30, 80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda index: ((index + 1) << 30, 80 << 30)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     assert gpus() == ((Gpu("card 0", 80.0, 1.0), Gpu("card 1", 80.0, 2.0)), "")
 
@@ -148,9 +177,12 @@ def test_ranks_allocator_is_tried_with_both_kinds_of_segments(
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Found no NVIDIA driver\non your system"), AssertionError("CPU build")]
+    "error",
+    [RuntimeError("Found no NVIDIA driver\non your system"), AssertionError("CPU build")],
 )
-def test_torchs_reason_for_seeing_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_torchs_reason_for_seeing_no_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def init() -> None:
         raise error
 

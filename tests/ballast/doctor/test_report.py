@@ -8,10 +8,14 @@ import pytest
 from ballast.doctor.report import Report, Status, fail, merge_findings, ok, warn
 
 
-def test_a_line_says_status_what_was_found_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_says_status_what_was_found_and_what_to_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     report = Report()
     report.add(
-        ok("GPUs", "none"), warn("open files", "at most 1,024", "raise it"), fail("driver", "old", "install")
+        ok("GPUs", "none"),
+        warn("open files", "at most 1,024", "raise it"),
+        fail("driver", "old", "install"),
     )
     assert capsys.readouterr().out.splitlines() == [
         "ok    GPUs: none",
@@ -31,7 +35,10 @@ def test_a_check_that_raises_is_a_failure_and_the_next_one_is_made() -> None:
         report.add(ok("second", "fine"))
     with pytest.raises(KeyboardInterrupt), report.guarding("third", ""):
         raise KeyboardInterrupt
-    assert report.findings == [fail("first", "RuntimeError: no route", "do this"), ok("second", "fine")]
+    assert report.findings == [
+        fail("first", "RuntimeError: no route", "do this"),
+        ok("second", "fine"),
+    ]
 
 
 def test_a_check_that_lasts_is_told_beside_the_findings(

@@ -25,7 +25,10 @@ def test_ranks_on_a_cpu_add_up_and_are_timed(ray_session: None) -> None:
 
 def test_a_rank_with_a_wrong_sum_is_named() -> None:
     found = judge_all_reduce([(0.1, 3.0), (0.1, 2.0), (0.1, 3.0)], "cpu")
-    assert (found.status, found.text) == (Status.FAIL, "rank 1 got 2 where 3 ones add up to 3")
+    assert (found.status, found.text) == (
+        Status.FAIL,
+        "rank 1 got 2 where 3 ones add up to 3",
+    )
 
 
 def test_bandwidth_counts_what_a_rank_sends_and_receives() -> None:
@@ -44,11 +47,23 @@ def test_the_two_steps_are_a_run_with_the_devices_placement_and_type_of_the_user
 ) -> None:
     StandIns(monkeypatch)  # its ledger raises where two owners of a GPU meet
     asked = load(
-        None, ["model.path=none", "run.name=r", "resources.device=cuda", f"rollout.placement={placement}"]
+        None,
+        [
+            "model.path=none",
+            "run.name=r",
+            "resources.device=cuda",
+            f"rollout.placement={placement}",
+        ],
     )
     asked.model.dtype = "float32"
-    config = smoke_test.settings_for(asked, smoke_test.tiny_model(tmp_path / "model"), tmp_path)
-    assert (config.policy.data_parallel, config.rollout.replicas, config.compute_dtype) == (1, 1, "float32")
+    config = smoke_test.settings_for(
+        asked, smoke_test.tiny_model(tmp_path / "model"), tmp_path
+    )
+    assert (config.policy.data_parallel, config.rollout.replicas, config.compute_dtype) == (
+        1,
+        1,
+        "float32",
+    )
     check(config)
     report = Report()
     smoke_test.train_two_steps(config, report)

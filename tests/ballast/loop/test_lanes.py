@@ -72,7 +72,9 @@ def test_calls_of_a_policy_keep_their_order_and_publishing_meets_no_samples(
         with lock:
             for other in going_on:
                 kinds = {kind, calls[other][0]}
-                apart = not colocated and (kinds == {"sample", "train"} or not meet(policy, calls[other][1]))
+                apart = not colocated and (
+                    kinds == {"sample", "train"} or not meet(policy, calls[other][1])
+                )
                 if kinds != {"sample"} and not ("sample" in kinds and apart):
                     problems.append(f"{calls[number]} beside {calls[other]}")
             going_on.add(number)
@@ -120,7 +122,9 @@ def test_calls_of_a_policy_keep_their_order_and_publishing_meets_no_samples(
                 assert order.index(earlier) < order.index(later)
 
 
-PUBLISHING = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(1, 6)), max_size=14)
+PUBLISHING = st.lists(
+    st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(1, 6)), max_size=14
+)
 
 
 @given(PUBLISHING, st.integers(1, 3))
@@ -137,7 +141,9 @@ def test_samples_are_of_the_weights_published_before_them_and_none_goes_on_witho
 
     def publish(policy: str, number: int) -> None:
         gone = replaced(policy)
-        problems.extend(f"{each} goes on" for each in going_on if each[0] == policy and each[1] in gone)
+        problems.extend(
+            f"{each} goes on" for each in going_on if each[0] == policy and each[1] in gone
+        )
         published[policy] = [*published[policy][len(gone) :], number]
 
     @dataclass

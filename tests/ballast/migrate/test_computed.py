@@ -51,7 +51,9 @@ NEMO_RL = {
     "grpo.num_generations_per_prompt": 8,
     "cluster.num_nodes": 2,
     "cluster.gpus_per_node": 4,
-    "policy.scheduler": [{"name": "LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}}],
+    "policy.scheduler": [
+        {"name": "LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}}
+    ],
 }
 PRIME_RL = {
     "orchestrator.batch_size": 256,
@@ -69,7 +71,11 @@ ROLL = {
     "dual_clip_loss": True,
     "pg_clip": 0.2,
 }
-SFT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_processes": 2}
+SFT = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "num_processes": 2,
+}
 MINI_BATCHES = "batch.mini_batches"
 GPUS = "policy.data_parallel"
 
@@ -81,10 +87,20 @@ GPUS = "policy.data_parallel"
         (VERL, "data.train_batch_size", 512, MINI_BATCHES),
         (VERL, "actor_rollout_ref.actor.ppo_mini_batch_size", 32, MINI_BATCHES),
         (VERL, "data.train_batch_size", 512, "policy.optimizer.warmup_steps"),
-        (VERL, "actor_rollout_ref.actor.optim.lr_warmup_steps", 7, "policy.optimizer.warmup_steps"),
+        (
+            VERL,
+            "actor_rollout_ref.actor.optim.lr_warmup_steps",
+            7,
+            "policy.optimizer.warmup_steps",
+        ),
         (VERL, "trainer.nnodes", 3, GPUS),
         (VERL, "trainer.n_gpus_per_node", 4, GPUS),
-        (VERL, "actor_rollout_ref.actor.fsdp_config.fsdp_size", 8, "policy.parallel.replicate"),
+        (
+            VERL,
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            8,
+            "policy.parallel.replicate",
+        ),
         (TRL, "per_device_train_batch_size", 16, "batch.prompts_per_step"),
         (TRL, "steps_per_generation", 16, "batch.prompts_per_step"),
         (TRL, "num_generations", 8, "batch.prompts_per_step"),
@@ -128,7 +144,9 @@ def test_a_computed_setting_follows_its_source(
 
 def _line(migration: Migration, setting: str) -> str:
     return next(
-        line for line in migration.computed if line.startswith(f"{setting}={migration.settings[setting]}:")
+        line
+        for line in migration.computed
+        if line.startswith(f"{setting}={migration.settings[setting]}:")
     )
 
 

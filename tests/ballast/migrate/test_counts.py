@@ -41,7 +41,11 @@ BASES: dict[str, dict[str, Any]] = {
         "rollout.n_samples_per_prompt": 8,
         "train.batch_size": 128,
     },
-    "TRL": {"num_generations": 4, "per_device_train_batch_size": 4, "steps_per_generation": 4},
+    "TRL": {
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,
+    },
     "slime": {
         "hf-checkpoint": "m",
         "rollout-batch-size": 64,
@@ -94,7 +98,11 @@ UNITS = {
         "eval_steps": "step",
         "actor_train.training_args.warmup_steps": "update",
     },
-    "OpenRLHF": {"critic.freezing_steps": "step", "eval.steps": "step", "ckpt.save_steps": "step"},
+    "OpenRLHF": {
+        "critic.freezing_steps": "step",
+        "eval.steps": "step",
+        "ckpt.save_steps": "step",
+    },
     "TRL": {
         "max_steps": "update",
         "warmup_steps": "update",
@@ -143,7 +151,9 @@ UNITS = {
     },
 }
 """Of each key, read in its own system. An update is an optimiser step."""
-ROWS = [row for row in counterparts() if row.system in BASES and OURS.keys() & set(row.here)]
+ROWS = [
+    row for row in counterparts() if row.system in BASES and OURS.keys() & set(row.here)
+]
 
 
 def unit_of(system: str, key: str) -> str:
@@ -152,14 +162,20 @@ def unit_of(system: str, key: str) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.system}-{row.key}")
-def test_counts_of_steps_come_out_in_our_unit(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translation, "_settle", lambda migration: None)  # validation has no data here
+def test_counts_of_steps_come_out_in_our_unit(
+    row: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        translation, "_settle", lambda migration: None
+    )  # validation has no data here
     unit = unit_of(row.system, row.key)
     if unit == "name":
         return
     migration = translation.migrate(Recipe(BASES[row.system] | {row.key: 40}))
     assert migration.system == row.system
-    updates = migration.settings.get("batch.mini_batches", 1) * migration.settings.get("batch.epochs", 1)
+    updates = migration.settings.get("batch.mini_batches", 1) * migration.settings.get(
+        "batch.epochs", 1
+    )
     assert updates == {"prime-rl": 1}.get(row.system, 4)
     setting = row.here[0]
     if unit in ("epoch", "episode"):

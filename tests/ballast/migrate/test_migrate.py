@@ -62,7 +62,11 @@ def settings_of(text: str) -> dict[str, Any]:
     path.write_text(text)
     check_settings(load(path))
     found = OmegaConf.create(text)
-    return {key: OmegaConf.select(found, key) for key in KNOWN if OmegaConf.select(found, key) is not None}
+    return {
+        key: OmegaConf.select(found, key)
+        for key in KNOWN
+        if OmegaConf.select(found, key) is not None
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
 
 
-def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verl_script_becomes_settings_with_the_same_meaning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("run.sh").write_text(SCRIPT)
     assert main(["migrate", "run.sh"]) == 0
     told = capsys.readouterr()
@@ -118,9 +124,15 @@ def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("kind", ["py", "yaml", "json", "command"])
-def test_trl_arguments_become_settings_in_every_form(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trl_arguments_become_settings_in_every_form(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("train.py").write_text(TRL)
-    values = {key: value for key, value in read_recipe(["train.py"]).items() if "$" not in str(value)}
+    values = {
+        key: value
+        for key, value in read_recipe(["train.py"]).items()
+        if "$" not in str(value)
+    }
     words = [
         f"--{key}={json.dumps(value)}" if not isinstance(value, str) else f"--{key}={value}"
         for key, value in values.items()
@@ -145,30 +157,46 @@ def test_trl_arguments_become_settings_in_every_form(kind: str, capsys: pytest.C
         "tracking.wandb": True,
     }
     assert {key: found.get(key) for key in wanted} == wanted
-    assert ("seed=${pick()}: a value that only its own program knows" in text) == (kind == "py")
+    assert ("seed=${pick()}: a value that only its own program knows" in text) == (
+        kind == "py"
+    )
 
 
 def test_every_key_that_is_given_is_in_the_settings_or_in_a_list() -> None:
     """All rows of the table at once, each with a value that is right there, and one that nobody takes."""
     for system in dict.fromkeys(row.system for row in ROWS if row.here):
         rows = [
-            row for row in counterparts() if row.system == system and row.is_of(KNOWN) and "*" not in row.key
+            row
+            for row in counterparts()
+            if row.system == system and row.is_of(KNOWN) and "*" not in row.key
         ]
-        found = migrate({row.key: next(iter(row.values), {"nobody": "takes this"}) for row in rows})
+        found = migrate(
+            {row.key: next(iter(row.values), {"nobody": "takes this"}) for row in rows}
+        )
         assert not found.unknown, found.unknown
-        check_settings(load(None, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()]))
+        check_settings(
+            load(
+                None,
+                [f"{key}={json.dumps(value)}" for key, value in found.settings.items()],
+            )
+        )
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        {"data.apply_chat_template_kwargs.enable_thinking": False, "actor_rollout_ref.model.path": "x"},
+        {
+            "data.apply_chat_template_kwargs.enable_thinking": False,
+            "actor_rollout_ref.model.path": "x",
+        },
         {"chat_template_kwargs": {"enable_thinking": False}, "num_generations": 8},
         {"chat_template_kwargs.enable_thinking": False, "num_generations": 8},
     ],
 )
 def test_arguments_of_chat_templates_keep_their_names(recipe: dict[str, Any]) -> None:
-    assert migrate(recipe).settings["data.chat_template_arguments"] == {"enable_thinking": False}
+    assert migrate(recipe).settings["data.chat_template_arguments"] == {
+        "enable_thinking": False
+    }
 
 
 @pytest.mark.parametrize(
@@ -254,8 +282,18 @@ GYM = """env.should_use_nemo_gym=true env.nemo_gym.config_paths="['a.yaml']" grp
 @pytest.mark.parametrize(
     ("source", "wanted", "told"),
     [
-        ("rl.toml", {"rollout.environment": WORDLE, "data.train": WORDLE, "run.steps": 200}, ["other"]),
-        (EVAL, {"rollout.environment": "verifiers:wordle?agent.harness.id=null&select.limit=9"}, []),
+        (
+            "rl.toml",
+            {"rollout.environment": WORDLE, "data.train": WORDLE, "run.steps": 200},
+            ["other"],
+        ),
+        (
+            EVAL,
+            {
+                "rollout.environment": "verifiers:wordle?agent.harness.id=null&select.limit=9"
+            },
+            [],
+        ),
         (
             SKYRL,
             {"data.train": "a.parquet", "rollout.samples_per_prompt": 3},
@@ -266,8 +304,16 @@ GYM = """env.should_use_nemo_gym=true env.nemo_gym.config_paths="['a.yaml']" grp
             {"data.train": "a.parquet"},
             ["rollout.environment=openenv:URL"],
         ),
-        (f"{SKYRL} harbor_trial_config.trials_dir=a", {}, ["rollout.environment=harbor:FOLDER"]),
-        (AREAL, {"rollout.agent": "http", "rollout.samples_per_prompt": 4}, ["turn_discount"]),
+        (
+            f"{SKYRL} harbor_trial_config.trials_dir=a",
+            {},
+            ["rollout.environment=harbor:FOLDER"],
+        ),
+        (
+            AREAL,
+            {"rollout.agent": "http", "rollout.samples_per_prompt": 4},
+            ["turn_discount"],
+        ),
         (
             MILES,
             {"rollout.samples_per_prompt": 4},
@@ -288,6 +334,8 @@ def test_agents_and_environments_of_other_systems_have_their_place(
     assert main(["migrate", source]) == 0
     text = capsys.readouterr().out
     found = settings_of(text)
-    assert {key: found.get(key) for key in wanted} == wanted and found["model.path"] == "some/model"
+    assert {key: found.get(key) for key in wanted} == wanted and found[
+        "model.path"
+    ] == "some/model"
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert all(any(key in line for line in comments) for key in told), comments

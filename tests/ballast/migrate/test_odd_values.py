@@ -33,13 +33,18 @@ ODD: list[Any] = [
 def keys(system: str) -> list[str]:
     """Of rules, and of the rows that fill a setting."""
     rows = [row.key for row in translation.ROWS if row.system == system and row.here]
-    return [key.replace("*", "x") for key in dict.fromkeys([*keys_of(system), *rows, *BASES[system]])]
+    return [
+        key.replace("*", "x")
+        for key in dict.fromkeys([*keys_of(system), *rows, *BASES[system]])
+    ]
 
 
 @pytest.mark.drawn(8)
 @pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:12])
 @pytest.mark.parametrize("system", BASES)
-def test_odd_values_are_no_fault(system: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_values_are_no_fault(
+    system: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(translation, "_settle", lambda migration: None)
     for key in keys(system):
         with suppress(ConfigError):

@@ -24,7 +24,11 @@ GROUPS = {
     [
         pytest.param(
             "defaults: [actor@policy.actor: fsdp, _self_]\npolicy: {actor: {epochs: 1}}\n",
-            {"policy.actor.clip": 2.0, "policy.actor.epochs": 1, "policy.actor.optim.lr": 1e-3},
+            {
+                "policy.actor.clip": 2.0,
+                "policy.actor.epochs": 1,
+                "policy.actor.optim.lr": 1e-3,
+            },
             id="package, relative path, parent of a parent",
         ),
         pytest.param(
@@ -32,14 +36,32 @@ GROUPS = {
             {"a.epochs": 3, "a.more": 2},
             id="parents behind _self_ win",
         ),
-        pytest.param("defaults: [actor: base]\nactor: {clip: 7}\n", {"actor.clip": 7}, id="no _self_: last"),
-        pytest.param("defaults: [envs@_here_]\nsize: 8\n", {"maze.turns": 3, "size": 8}, id="_here_"),
-        pytest.param("defaults: [actor/base@a.b]\nsize: 8\n", {"a.b.epochs": 3}, id="path with a package"),
-        pytest.param("defaults: [shared: loss]\nsize: 8\n", {"loss.kl": 0.1}, id="package of the file"),
         pytest.param(
-            "defaults: [actor@a: fsdp, override actor@a: megatron]\nsize: 8\n", {"a.clip": 5.0}, id="override"
+            "defaults: [actor: base]\nactor: {clip: 7}\n",
+            {"actor.clip": 7},
+            id="no _self_: last",
         ),
-        pytest.param("defaults: [optional actor: none]\nsize: 8\n", {"size": 8}, id="optional"),
+        pytest.param(
+            "defaults: [envs@_here_]\nsize: 8\n", {"maze.turns": 3, "size": 8}, id="_here_"
+        ),
+        pytest.param(
+            "defaults: [actor/base@a.b]\nsize: 8\n",
+            {"a.b.epochs": 3},
+            id="path with a package",
+        ),
+        pytest.param(
+            "defaults: [shared: loss]\nsize: 8\n",
+            {"loss.kl": 0.1},
+            id="package of the file",
+        ),
+        pytest.param(
+            "defaults: [actor@a: fsdp, override actor@a: megatron]\nsize: 8\n",
+            {"a.clip": 5.0},
+            id="override",
+        ),
+        pytest.param(
+            "defaults: [optional actor: none]\nsize: 8\n", {"size": 8}, id="optional"
+        ),
         pytest.param("defaults: [actor@a: null]\nsize: 8\n", {"size": 8}, id="no choice"),
         pytest.param(
             "defaults: [optim@o: adam]\npeak: ${o.lr}\n",
@@ -48,7 +70,9 @@ GROUPS = {
         ),
     ],
 )
-def test_a_recipe_is_read_with_its_parents(text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+def test_a_recipe_is_read_with_its_parents(
+    text: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
     _write(tmp_path, GROUPS | {"recipe.yaml": text})
     recipe = read_recipe([str(tmp_path / "recipe.yaml")])
     assert {key: recipe.get(key) for key in wanted} == wanted
@@ -79,7 +103,10 @@ def test_a_missing_parent_is_refused_by_name(text: str, tmp_path: Path) -> None:
 
 
 def test_the_table_stands_for_verls_own_parent(tmp_path: Path) -> None:
-    _write(tmp_path, {"recipe.yaml": "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n"})
+    _write(
+        tmp_path,
+        {"recipe.yaml": "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n"},
+    )
     recipe = read_recipe([str(tmp_path / "recipe.yaml")])
     assert recipe == {"data.train_batch_size": 8}
     assert "ppo_trainer" in recipe.notes[0]
@@ -88,13 +115,25 @@ def test_the_table_stands_for_verls_own_parent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
-        ("python train.py --config configs/base.yaml grpo.steps=7", {"grpo.steps": 7, "grpo.size": 8}),
-        ("python -m pack.age.main --config-path=inner --config-name=deep a.lr=2", {"a.lr": 2, "a.epochs": 3}),
+        (
+            "python train.py --config configs/base.yaml grpo.steps=7",
+            {"grpo.steps": 7, "grpo.size": 8},
+        ),
+        (
+            "python -m pack.age.main --config-path=inner --config-name=deep a.lr=2",
+            {"a.lr": 2, "a.epochs": 3},
+        ),
         ("python -m pack.age.main --config-name=usual a.lr=2", {"a.lr": 2, "a.epochs": 4}),
         ("python start.py --config_path $FOLDER --config_name near", {"grpo.steps": 5}),
-        ("python start.py --config_path configs --config_name base", {"grpo.steps": 3, "grpo.size": 8}),
+        (
+            "python start.py --config_path configs --config_name base",
+            {"grpo.steps": 3, "grpo.size": 8},
+        ),
         ("uv run rl @ rl.toml --max-steps 9", {"max_steps": 9, "seq_len": 64}),
-        ("python train.py --config $SOME/base.yaml grpo.steps=7", {"grpo.steps": 7, "grpo.size": None}),
+        (
+            "python train.py --config $SOME/base.yaml grpo.steps=7",
+            {"grpo.steps": 7, "grpo.size": None},
+        ),
     ],
 )
 def test_words_of_a_command_are_put_over_the_file_that_it_names(
@@ -115,7 +154,9 @@ def test_words_of_a_command_are_put_over_the_file_that_it_names(
 
 
 def test_a_missing_file_of_a_command_is_refused_by_name(tmp_path: Path) -> None:
-    _write(tmp_path, {"run.sh": "python train.py --config configs/none.yaml grpo.steps=7\n"})
+    _write(
+        tmp_path, {"run.sh": "python train.py --config configs/none.yaml grpo.steps=7\n"}
+    )
     with pytest.raises(ConfigError, match="none"):
         read_recipe([str(tmp_path / "run.sh")])
 
@@ -126,7 +167,9 @@ def test_values_of_verls_own_parent_are_defaults(tmp_path: Path) -> None:
         "actor_rollout_ref: {actor: {ppo_mini_batch_size: 256, grad_clip: 1.0, clip_ratio_c: 3.0, "
         "freeze_vision_tower: false}}\n"
     )
-    changed = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {grad_clip: 0.5}}\n"
+    changed = (
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {grad_clip: 0.5}}\n"
+    )
     _write(tmp_path, {"ppo_trainer.yaml": own, "recipe.yaml": changed})
     migration = migrate(read_recipe([str(tmp_path / "recipe.yaml")]))
     assert migration.settings["policy.optimizer.max_grad_norm"] == 0.5

@@ -34,7 +34,9 @@ python main.py trainer.size=$SIZE trainer.other=$((SIZE * 2)){more}
         ('[[ 3 -gt 2 || "$backend" == fsdp ]]', 1),
     ],
 )
-def test_the_branch_that_a_shell_takes_is_read(condition: str, size: int, tmp_path: Path) -> None:
+def test_the_branch_that_a_shell_takes_is_read(
+    condition: str, size: int, tmp_path: Path
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text(CONDITION.format(condition=condition, more=""))
     recipe = read_recipe([str(script)])
@@ -62,15 +64,23 @@ def test_a_branch_that_only_a_shell_knows_is_named(
         ("N=2\n: ${N:=4}\npython x a.b=${N}", {"a.b": 2}),
         ("python x a.b=${N-7} a.c=${M:-8}", {"a.b": 7, "a.c": 8}),
         ('D=$(cd "$(dirname x)/.." && pwd)\npython x --folder $D/a --n 2', {"n": 2}),
-        ("accelerate launch --num_processes 8 sft.py --size 4", {"num_processes": 8, "size": 4}),
-        ("ray job submit --address http://x --runtime-env-json='{}' -- python3 t.py --n 2", {"n": 2}),
+        (
+            "accelerate launch --num_processes 8 sft.py --size 4",
+            {"num_processes": 8, "size": 4},
+        ),
+        (
+            "ray job submit --address http://x --runtime-env-json='{}' -- python3 t.py --n 2",
+            {"n": 2},
+        ),
         (
             "trl grpo --eval_strategy no --save_strategy steps",
             {"eval_strategy": "no", "save_strategy": "steps"},
         ),
     ],
 )
-def test_defaults_and_commands_of_a_shell_are_read(text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+def test_defaults_and_commands_of_a_shell_are_read(
+    text: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "run.sh").write_text(text)
     recipe = read_recipe([str(tmp_path / "run.sh")])
     folder = str(recipe.pop("folder", "$(cd "))
@@ -127,10 +137,19 @@ def test_a_child_replaces_what_it_marks_and_what_is_of_another_kind(tmp_path: Pa
         "defaults: [a.yaml, b.yaml]\ndata: {train: [{name: b}], kept: {two: 2}}\n"
     )
     recipe = read_recipe([str(tmp_path / "child.yaml")])
-    wanted = {"data.train": [{"name": "b"}], "data.size": 2, "data.kept.one": 1, "data.kept.two": 2}
+    wanted = {
+        "data.train": [{"name": "b"}],
+        "data.size": 2,
+        "data.kept.one": 1,
+        "data.kept.two": 2,
+    }
     assert dict(recipe) == wanted | {"grpo.num_prompts_per_step": 4}
-    (tmp_path / "child.yaml").write_text("defaults: a.yaml\ndata: {_override_: true, train: [{name: b}]}\n")
-    assert dict(read_recipe([str(tmp_path / "child.yaml")])) == {"data.train": [{"name": "b"}]}
+    (tmp_path / "child.yaml").write_text(
+        "defaults: a.yaml\ndata: {_override_: true, train: [{name: b}]}\n"
+    )
+    assert dict(read_recipe([str(tmp_path / "child.yaml")])) == {
+        "data.train": [{"name": "b"}]
+    }
 
 
 def test_a_comment_tells_the_program(tmp_path: Path) -> None:
@@ -145,15 +164,24 @@ def test_a_comment_tells_the_program(tmp_path: Path) -> None:
     [
         ("load_dataset('openai/gsm8k', 'main', split='train')", "openai/gsm8k:main@train"),
         ("load_dataset('trl-lib/tldr')['train']", "trl-lib/tldr@train"),
-        ("load_dataset(path='trl-lib/tldr', split='train[:10%]')", "trl-lib/tldr@train[:10%]"),
+        (
+            "load_dataset(path='trl-lib/tldr', split='train[:10%]')",
+            "trl-lib/tldr@train[:10%]",
+        ),
         ("data", "trl-lib/tldr@test"),
         ("data.map(prepare)", "${data.map(prepare)}"),
         ("load_dataset(NAME)", "${load_dataset(NAME)}"),
         ("load_dataset('json', data_files='a.jsonl')", "a.jsonl"),
         ("load_dataset('json', data_files='a.jsonl', split='train')", "a.jsonl"),
         ("load_dataset('parquet', data_files='a.parquet')['train']", "a.parquet"),
-        ("load_dataset('csv', data_files='a.csv')", "${load_dataset('csv', data_files='a.csv')}"),
-        ("load_dataset('json', data_files='*.jsonl')", "${load_dataset('json', data_files='*.jsonl')}"),
+        (
+            "load_dataset('csv', data_files='a.csv')",
+            "${load_dataset('csv', data_files='a.csv')}",
+        ),
+        (
+            "load_dataset('json', data_files='*.jsonl')",
+            "${load_dataset('json', data_files='*.jsonl')}",
+        ),
         (
             "load_dataset('json', data_files='a.jsonl', split='train[:9]')",
             "${load_dataset('json', data_files='a.jsonl', split='train[:9]')}",
@@ -167,10 +195,16 @@ def test_a_data_set_of_the_hub_is_named(code: str, wanted: str, tmp_path: Path) 
     assert read_recipe([str(tmp_path / "train.py")])["train_dataset"] == wanted
 
 
-@pytest.mark.parametrize(("formula", "value"), [("mul", 8192), ("add", 4098), ("div", 2048.0), ("max", 4096)])
-def test_arithmetic_of_a_yaml_is_computed(tmp_path: Path, formula: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("formula", "value"), [("mul", 8192), ("add", 4098), ("div", 2048.0), ("max", 4096)]
+)
+def test_arithmetic_of_a_yaml_is_computed(
+    tmp_path: Path, formula: str, value: float
+) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text(f'policy: {{length: 4096, tokens: "${{{formula}:${{policy.length}}, 2}}"}}')
+    path.write_text(
+        f'policy: {{length: 4096, tokens: "${{{formula}:${{policy.length}}, 2}}"}}'
+    )
     assert read_recipe([str(path)])["policy.tokens"] == value
 
 
@@ -219,8 +253,14 @@ def test_limits_of_tools_stay_with_the_tools_that_the_user_is_asked_for(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TOOLS.format(tools=tools))
     migration = migrate(read_recipe(["train.py"]))
-    lines = [line for line in (*migration.open, *migration.without) if line.startswith("rollout.max_turns=5")]
-    assert [("rollout.tools" in line, line in migration.open) for line in lines] == [(is_open, is_open)]
+    lines = [
+        line
+        for line in (*migration.open, *migration.without)
+        if line.startswith("rollout.max_turns=5")
+    ]
+    assert [("rollout.tools" in line, line in migration.open) for line in lines] == [
+        (is_open, is_open)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -231,25 +271,37 @@ def test_limits_of_tools_stay_with_the_tools_that_the_user_is_asked_for(
             "reward.remote_url",
             "a/b.py",
         ),
-        ("ARGS=(\n --train.agent_func_path agent.py\n --x.y 1\n)", "train.agent_func_path", "agent.py"),
+        (
+            "ARGS=(\n --train.agent_func_path agent.py\n --x.y 1\n)",
+            "train.agent_func_path",
+            "agent.py",
+        ),
         (
             "F=reward.py\npython train.py --reward_funcs $F other.py",
             "reward_funcs",
             ["reward.py", "other.py"],
         ),
-        ("ray job submit --address a -- python3 train.py --custom reward.py", "custom", "reward.py"),
+        (
+            "ray job submit --address a -- python3 train.py --custom reward.py",
+            "custom",
+            "reward.py",
+        ),
         ("--custom reward.py --size 1", "custom", "reward.py"),
         ("torchrun --standalone train.py --size 1", "standalone", True),
         ("python -m torch.distributed.run --nnodes 2 -m mod --hook f.py", "hook", "f.py"),
     ],
 )
-def test_a_file_of_python_behind_a_flag_is_its_value(text: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_a_file_of_python_behind_a_flag_is_its_value(
+    text: str, key: str, value: Any, tmp_path: Path
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text(text)
     assert read_recipe([str(script)])[key] == value
 
 
-def test_a_command_in_quotes_is_read_without_the_flags_of_its_launcher(tmp_path: Path) -> None:
+def test_a_command_in_quotes_is_read_without_the_flags_of_its_launcher(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
         'LR=5e-7\nsrun --nodes=2 -w a bash -c "pip install ray \\\n && ray job submit --address=b -- python3 \\\n'

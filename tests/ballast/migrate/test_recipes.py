@@ -23,7 +23,9 @@ RECIPES = [
 
 
 @pytest.mark.drawn(30)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe['system']}-{recipe['name']}")
+@pytest.mark.parametrize(
+    "recipe", RECIPES, ids=lambda recipe: f"{recipe['system']}-{recipe['name']}"
+)
 def test_a_recipe_means_what_its_own_system_reads(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,12 +37,17 @@ def test_a_recipe_means_what_its_own_system_reads(
             migrate(source)
         return
     migration = migrate(source)
-    assert (migration.system, migration.command.module) == (recipe["system"], recipe["command"])
+    assert (migration.system, migration.command.module) == (
+        recipe["system"],
+        recipe["command"],
+    )
     known = migration.command.known
     read = {key: migration.settings.get(key, known[key].default) for key in recipe["reads"]}
     assert read == recipe["reads"]
     asked = [
-        key for key in recipe.get("open", ()) if not any(line.startswith(key) for line in migration.open)
+        key
+        for key in recipe.get("open", ())
+        if not any(line.startswith(key) for line in migration.open)
     ]
     assert not asked, migration.open
 

@@ -12,10 +12,14 @@ from workers.errors import ConfigError
 
 SLIME = "--hf-checkpoint m --rollout-batch-size 32 --n-samples-per-prompt 8 --colocate ${ARGS[@]} --global-batch-size"
 NEMO = "grpo.num_prompts_per_step=32 grpo.num_generations_per_prompt=16 policy.train_global_batch_size"
-OPENRLHF = "--pretrain m --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size"
+OPENRLHF = (
+    "--pretrain m --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size"
+)
 DOTTED = "--actor.model_name_or_path m --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size"
 SKYRL = "trainer.policy.model.path=m generator.n_samples_per_prompt=5 trainer.train_batch_size=1024"
-LORA = "trl grpo --num_generations 4 --use_peft --lora_r 8 --lora_target_modules q_proj v_proj"
+LORA = (
+    "trl grpo --num_generations 4 --use_peft --lora_r 8 --lora_target_modules q_proj v_proj"
+)
 VERL = "actor_rollout_ref.model.path=m data.train_batch_size=64"
 OPTIM = "actor_rollout_ref.actor.optim"
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config."
@@ -28,14 +32,19 @@ learning_rate_of_nothing: ${oc.env:NOT_SET_HERE}
 actor_train:
   training_args: {learning_rate: 2.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 32}
 """
-PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj', 'v_proj'])\n"
+PEFT = (
+    "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj', 'v_proj'])\n"
+)
 
 
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
         (f"{SLIME} 256", {"batch.prompts_per_step": 32, "batch.mini_batches": 1}),
-        (f"{SLIME} 64 --lr 2e-6", {"batch.mini_batches": 4, "policy.optimizer.learning_rate": 2e-6}),
+        (
+            f"{SLIME} 64 --lr 2e-6",
+            {"batch.mini_batches": 4, "policy.optimizer.learning_rate": 2e-6},
+        ),
         (f"{NEMO}=512", {"batch.mini_batches": 1, "batch.prompts_per_step": 32}),
         (f"{NEMO}=128", {"batch.mini_batches": 4}),
         (
@@ -68,18 +77,31 @@ PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj'
             {"policy.cpu_offload": "all"},
         ),
         *(
-            (f"trl grpo --num_generations 4 --optim {name}", {"policy.optimizer.state_dtype": "int8"})
-            for name in ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit")
+            (
+                f"trl grpo --num_generations 4 --optim {name}",
+                {"policy.optimizer.state_dtype": "int8"},
+            )
+            for name in (
+                "adamw_8bit",
+                "adamw_bnb_8bit",
+                "adamw_torch_8bit",
+                "paged_adamw_8bit",
+            )
         ),
         (
             f"{VERL} {OPTIM}.optimizer=AdamW8bit {OPTIM}.optimizer_impl=torchao.optim "
             "critic.optim.optimizer=AdamW8bit critic.optim.optimizer_impl=bitsandbytes.optim "
             "algorithm.adv_estimator=gae",
-            {"policy.optimizer.state_dtype": "int8", "critic.optimizer.state_dtype": "int8"},
+            {
+                "policy.optimizer.state_dtype": "int8",
+                "critic.optimizer.state_dtype": "int8",
+            },
         ),
     ],
 )
-def test_sizes_and_lists_of_commands_keep_their_meaning(source: str, wanted: dict[str, Any]) -> None:
+def test_sizes_and_lists_of_commands_keep_their_meaning(
+    source: str, wanted: dict[str, Any]
+) -> None:
     settings = migrate(read_recipe([source])).settings
     assert {key: settings.get(key) for key in wanted} == wanted
 
@@ -90,9 +112,14 @@ def test_sizes_in_samples_become_prompts_of_prime_rl() -> None:
 
 
 def test_a_size_without_its_other_factor_is_to_decide() -> None:
-    migration = migrate({"n-samples-per-prompt": 8, "global-batch-size": 256, "hf-checkpoint": "m"})
+    migration = migrate(
+        {"n-samples-per-prompt": 8, "global-batch-size": 256, "hf-checkpoint": "m"}
+    )
     assert "batch.mini_batches" not in migration.settings
-    assert any("global-batch-size=256" in line and "rollout-batch-size" in line for line in migration.open)
+    assert any(
+        "global-batch-size=256" in line and "rollout-batch-size" in line
+        for line in migration.open
+    )
 
 
 REWARDS_IN_PYTHON = """
@@ -108,8 +135,16 @@ GRPOTrainer(model="m", args=args, reward_funcs={functions}, tools=[search])
     ("functions", "weights", "wanted"),
     [
         ("exact", "", {"reward.function": "train.py:exact"}),
-        ("[exact]", ", reward_weights=[0.5]", {"reward.functions": {"train.py:exact": 0.5}}),
-        ("[exact, length]", "", {"reward.functions": {"train.py:exact": 1.0, "mine.rewards:length": 1.0}}),
+        (
+            "[exact]",
+            ", reward_weights=[0.5]",
+            {"reward.functions": {"train.py:exact": 0.5}},
+        ),
+        (
+            "[exact, length]",
+            "",
+            {"reward.functions": {"train.py:exact": 1.0, "mine.rewards:length": 1.0}},
+        ),
         (
             "[exact, length]",
             ", reward_weights=[1.0, 0.2]",
@@ -119,28 +154,42 @@ GRPOTrainer(model="m", args=args, reward_funcs={functions}, tools=[search])
         (
             "[length, 'some/reward-model']",
             "",
-            {"reward.function": "mine.rewards:length", "reward.model.path": "some/reward-model"},
+            {
+                "reward.function": "mine.rewards:length",
+                "reward.model.path": "some/reward-model",
+            },
         ),
         ("[exact, length]", ", reward_weights=[1.0]", {}),
         ("[exact, lambda completions: 1.0]", "", {}),
     ],
 )
 def test_reward_functions_of_trl_keep_their_weights(
-    functions: str, weights: str, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    functions: str,
+    weights: str,
+    wanted: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(REWARDS_IN_PYTHON.format(functions=functions, weights=weights))
+    Path("train.py").write_text(
+        REWARDS_IN_PYTHON.format(functions=functions, weights=weights)
+    )
     migration = migrate(read_recipe(["train.py"]))
-    rewards = {key: value for key, value in migration.settings.items() if key.startswith("reward.")}
+    rewards = {
+        key: value for key, value in migration.settings.items() if key.startswith("reward.")
+    }
     assert rewards == (wanted or {"reward.function": "reward.py:reward"})
-    assert any(line.startswith("reward.function") for line in migration.open) or "reward.model.path" in wanted
-    assert any(line.startswith("rollout.tools: ") and "search" in line for line in migration.open)
+    assert (
+        any(line.startswith("reward.function") for line in migration.open)
+        or "reward.model.path" in wanted
+    )
+    assert any(
+        line.startswith("rollout.tools: ") and "search" in line for line in migration.open
+    )
 
 
 def test_reward_functions_of_a_command_are_modules() -> None:
-    source = (
-        "trl grpo --num_generations 4 --reward_funcs accuracy_reward my.lib.brief --reward_weights 1.0 0.25"
-    )
+    source = "trl grpo --num_generations 4 --reward_funcs accuracy_reward my.lib.brief --reward_weights 1.0 0.25"
     migration = migrate(read_recipe([source]))
     assert migration.settings["reward.functions"] == {
         "trl.rewards:accuracy_reward": 1.0,
@@ -149,7 +198,9 @@ def test_reward_functions_of_a_command_are_modules() -> None:
     assert any("workers.reward_functions:math" in line for line in migration.open)
 
 
-OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --model.model_name_or_path m"
+OPENRLHF_OFFLINE = (
+    "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --model.model_name_or_path m"
+)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +263,20 @@ OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --
         (
             f"openrlhf.cli.train_dpo {OPENRLHF_OFFLINE} --model.beta 0.3",
             "controller.preferences",
-            {"batch.pairs_per_step": 256, "loss.beta": 0.3, "policy.optimizer.learning_rate": 5e-7},
+            {
+                "batch.pairs_per_step": 256,
+                "loss.beta": 0.3,
+                "policy.optimizer.learning_rate": 5e-7,
+            },
         ),
         (
             "openrlhf.cli.train_rm --pretrain m --train_batch_size 64 --learning_rate 9e-6 --max_len 2048",
             "controller.reward_model",
-            {"batch.records_per_step": 64, "data.max_tokens": 2048, "policy.optimizer.learning_rate": 9e-6},
+            {
+                "batch.records_per_step": 64,
+                "data.max_tokens": 2048,
+                "policy.optimizer.learning_rate": 9e-6,
+            },
         ),
     ],
 )
@@ -242,10 +301,26 @@ def test_recipes_for_given_sequences_become_their_own_command(
             "RewardTrainer(model='m', args=RewardConfig(learning_rate=1e-5))",
             "controller.reward_model",
         ),
-        ("a.py", "GRPOTrainer(model='m', args=GRPOConfig(num_generations=4))", "controller.fit"),
-        ("a.yaml", "model_name_or_path: m\npacking: true\nlearning_rate: 2.0e-5", "controller.sft"),
-        ("a.yaml", "model_name_or_path: m\nloss_type: sigmoid\nbeta: 0.1", "controller.preferences"),
-        ("a.yaml", "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1", "controller.fit"),
+        (
+            "a.py",
+            "GRPOTrainer(model='m', args=GRPOConfig(num_generations=4))",
+            "controller.fit",
+        ),
+        (
+            "a.yaml",
+            "model_name_or_path: m\npacking: true\nlearning_rate: 2.0e-5",
+            "controller.sft",
+        ),
+        (
+            "a.yaml",
+            "model_name_or_path: m\nloss_type: sigmoid\nbeta: 0.1",
+            "controller.preferences",
+        ),
+        (
+            "a.yaml",
+            "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1",
+            "controller.fit",
+        ),
     ],
 )
 def test_files_are_for_the_command_that_their_names_tell(
@@ -258,13 +333,18 @@ def test_files_are_for_the_command_that_their_names_tell(
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
-        ({"distillation.num_prompts_per_step": 60, "policy.model_name": "m"}, "controller.fit"),
+        (
+            {"distillation.num_prompts_per_step": 60, "policy.model_name": "m"},
+            "controller.fit",
+        ),
         ({"ppo.num_prompts_per_step": 60, "policy.model_name": "m"}, "controller.fit"),
         ({"student_pretrain": "m", "teacher_pretrain": "n"}, "controller.fit"),
         ({"data.chosen_key": "chosen", "adam.lr": 1e-6}, "controller.reward_model"),
     ],
 )
-def test_a_recipe_that_is_not_translated_names_the_command(recipe: dict[str, Any], named: str) -> None:
+def test_a_recipe_that_is_not_translated_names_the_command(
+    recipe: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         migrate(recipe)
 
@@ -299,10 +379,17 @@ def test_files_are_recognised_by_their_most_specific_keys(tmp_path: Path) -> Non
 
 
 def test_a_parent_file_is_read_and_lora_keeps_its_modules(tmp_path: Path) -> None:
-    (tmp_path / "parent.yaml").write_text("grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 2}\n")
-    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ngrpo: {num_generations_per_prompt: 8}\n")
+    (tmp_path / "parent.yaml").write_text(
+        "grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 2}\n"
+    )
+    (tmp_path / "child.yaml").write_text(
+        "defaults: parent.yaml\ngrpo: {num_generations_per_prompt: 8}\n"
+    )
     settings = migrate(read_recipe([str(tmp_path / "child.yaml")])).settings
-    assert (settings["batch.prompts_per_step"], settings["rollout.samples_per_prompt"]) == (64, 8)
+    assert (settings["batch.prompts_per_step"], settings["rollout.samples_per_prompt"]) == (
+        64,
+        8,
+    )
     (tmp_path / "train.py").write_text(PEFT)
     settings = migrate(read_recipe([str(tmp_path / "train.py")])).settings
     assert settings["model.lora.rank"] == 16
@@ -338,34 +425,59 @@ def test_a_default_in_another_unit_is_told_in_ours() -> None:
 
 
 def test_keys_that_another_key_switches_off_are_named() -> None:
-    recipe = {"rollout_batch_size": 8, "actor_train.training_args.learning_rate": 1e-6, "kl_loss_coef": 0.3}
-    assert any("kl_loss_coef" in line and "switch" in line for line in migrate(recipe).without)
-    assert not any("switch" in line for line in migrate(recipe | {"use_kl_loss": True}).without)
+    recipe = {
+        "rollout_batch_size": 8,
+        "actor_train.training_args.learning_rate": 1e-6,
+        "kl_loss_coef": 0.3,
+    }
+    assert any(
+        "kl_loss_coef" in line and "switch" in line for line in migrate(recipe).without
+    )
+    assert not any(
+        "switch" in line for line in migrate(recipe | {"use_kl_loss": True}).without
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ("r=64, lora_alpha=16, use_rslora=True, target_modules='all-linear'", {"rslora": True, "alpha": 16}),
-        ("r=64, target_modules=['q_proj'], bias='none', use_dora=False", {"rank": 64, "alpha": 8}),
+        (
+            "r=64, lora_alpha=16, use_rslora=True, target_modules='all-linear'",
+            {"rslora": True, "alpha": 16},
+        ),
+        (
+            "r=64, target_modules=['q_proj'], bias='none', use_dora=False",
+            {"rank": 64, "alpha": 8},
+        ),
         ("r=4, target_modules=r'model\\.layers\\.\\d+\\.q_proj'", {"rank": 4}),
-        ("r=4, target_modules=['q_proj'], modules_to_save=['lm_head'], use_dora=True", {"rank": 4}),
+        (
+            "r=4, target_modules=['q_proj'], modules_to_save=['lm_head'], use_dora=True",
+            {"rank": 4},
+        ),
     ],
 )
 def test_adapters_of_python_keep_their_scale_and_name_what_is_left_out(
     arguments: str, wanted: dict[str, Any], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(f"SFTTrainer('m', args=SFTConfig(), peft_config=LoraConfig({arguments}))\n")
+    script.write_text(
+        f"SFTTrainer('m', args=SFTConfig(), peft_config=LoraConfig({arguments}))\n"
+    )
     migration = migrate(read_recipe([str(script)]))
     assert {name: migration.settings[f"model.lora.{name}"] for name in wanted} == wanted
     text = " ".join([*migration.open, *migration.without])
-    left_out = [name for name in ("modules_to_save=[", "use_dora=True", "layers") if name in arguments]
+    left_out = [
+        name
+        for name in ("modules_to_save=[", "use_dora=True", "layers")
+        if name in arguments
+    ]
     assert all(name.removesuffix("True") in text for name in left_out), text
     assert not migration.unknown
 
 
 def test_an_adapter_to_begin_with_has_a_setting() -> None:
     key = "actor_rollout_ref.model.lora_adapter_path"
-    migration = migrate({"actor_rollout_ref.model.lora_rank": 8, key: "a", "data.train_batch_size": 8})
+    migration = migrate(
+        {"actor_rollout_ref.model.lora_rank": 8, key: "a", "data.train_batch_size": 8}
+    )
     assert migration.settings["model.lora.path"] == "a"

@@ -64,7 +64,10 @@ def rollout_of(cases: list[list[str]]) -> RolloutBatch:
         "branches": object_column([branches_of(sample_rows, 2) for sample_rows in rows]),
     }
     columns["prefix_hashes"] = object_column(
-        [prefix_hashes(first["input_ids"], prompt) for (first, *_), prompt in zip(rows, prompts, strict=True)]
+        [
+            prefix_hashes(first["input_ids"], prompt)
+            for (first, *_), prompt in zip(rows, prompts, strict=True)
+        ]
     )
     reference = Block(block.lengths, block.tokens)
     tokens = {name: places(name, [reference] * len(cases), starts) for name in block.tokens}
@@ -100,7 +103,9 @@ def exported(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def trajectories(folder: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("**/trajectory.json"))]
+    return [
+        json.loads(path.read_text()) for path in sorted(folder.glob("**/trajectory.json"))
+    ]
 
 
 def test_every_sample_is_a_file_of_harbors_schema(exported: Path) -> None:
@@ -110,7 +115,9 @@ def test_every_sample_is_a_file_of_harbors_schema(exported: Path) -> None:
     schema = json.loads(SCHEMA.read_text())
     for record in records:
         jsonschema.validate(record, schema)
-        assert [step["step_id"] for step in record["steps"]] == list(range(1, len(record["steps"]) + 1))
+        assert [step["step_id"] for step in record["steps"]] == list(
+            range(1, len(record["steps"]) + 1)
+        )
     assert len({record["trajectory_id"] for record in records}) == len(CASES)
 
 
@@ -136,7 +143,10 @@ def test_the_audit_reads_back_what_was_sampled(exported: Path) -> None:
             expected += [(number, token_row(row.rstrip(".x"), number)) for row in branches]
     rows = [row for _, row in expected]
     numbers = np.array([number for number, _ in expected])
-    assert bundle.offsets.tolist() == [0, *np.cumsum([len(row["input_ids"]) for row in rows])]
+    assert bundle.offsets.tolist() == [
+        0,
+        *np.cumsum([len(row["input_ids"]) for row in rows]),
+    ]
     for column, name in {
         "token_ids": "input_ids",
         "loss_mask": "loss_mask",
@@ -148,7 +158,9 @@ def test_the_audit_reads_back_what_was_sampled(exported: Path) -> None:
     np.testing.assert_array_equal(bundle.row_column("rewards"), numbers / 3)
     np.testing.assert_array_equal(bundle.row_column("truncated"), numbers % 3 == 0)
     groups = [number // 2 for number in numbers]
-    assert bundle.row_column("group").tolist() == [list(dict.fromkeys(groups)).index(g) for g in groups]
+    assert bundle.row_column("group").tolist() == [
+        list(dict.fromkeys(groups)).index(g) for g in groups
+    ]
 
 
 def test_steps_tell_a_sample_in_words(exported: Path) -> None:
@@ -169,7 +181,10 @@ def test_steps_tell_a_sample_in_words(exported: Path) -> None:
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_one_line(
-    run_folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
+    run_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    text: str,
 ) -> None:
     assert main(["show", str(run_folder), "--atif", "out", *arguments]) == 2
     error = capsys.readouterr().err

@@ -25,7 +25,15 @@ def test_the_table_of_a_step_has_a_line_for_each_sample(
     assert main(["show", str(folder), "--step", "2"]) == 0
     title, header, *lines = capsys.readouterr().out.splitlines()
     assert title.strip() == "step 2"
-    assert header.split() == ["session", "turns", "branches", "tokens", "reward", "advantage", "prompt"]
+    assert header.split() == [
+        "session",
+        "turns",
+        "branches",
+        "tokens",
+        "reward",
+        "advantage",
+        "prompt",
+    ]
     assert [line.split()[:2] for line in lines] == [["1", "1"], ["2", "6"], ["3", "1"]]
     assert lines[1].split()[2:6] == ["4", "60", "0.500", "+0.750"]
     assert max(map(len, [title, header, *lines])) <= 80
@@ -41,7 +49,9 @@ def test_a_session_is_drawn_as_a_tree_plain_in_a_pipe(folder: Path) -> None:
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
 
 
-def test_held_out_responses_are_shown_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_responses_are_shown_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(folder), "--validation"]) == 0
     assert "validation at step 3" in capsys.readouterr().out
     assert main(["show", str(folder), "--validation", "--session", "2"]) == 0
@@ -66,6 +76,8 @@ def test_what_was_not_recorded_is_refused_in_one_line(
     assert error.count("\n") == 1 and arguments[-2] in error
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -23,7 +23,9 @@ TOLD = (
 
 
 @pytest.fixture
-def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(
+    stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A model with the tokens of gpt-oss and its template."""
     shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -33,7 +35,9 @@ def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     made.chat_template = (STOCK / "gptoss.jinja").read_text()
     made.save_pretrained(tmp_path / "model")
     (tmp_path / "told.py").write_text(TOLD)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}))
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "1+1="}]})
+    )
     return tmp_path
 
 
@@ -43,14 +47,18 @@ def test_the_pages_in_the_documentation_are_the_commands() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_models_page_tells_where_engines_stop(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_models_page_tells_where_engines_stop(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens = characters().vocab_size
     ends = {"eos_token_id": [1, tokens + 4], "temperature": 0.6, "top_k": 20}
     (workspace / "model" / "generation_config.json").write_text(json.dumps(ends))
     assert main(["template", "model", "reasoning_effort=low"]) == 0
     page = capsys.readouterr().out
     assert f"engines stop at: <eos> (1), <|return|> ({tokens + 4})" in page
-    assert "<|call|> (calls, reasoning + calls), where engines do not stop" in " ".join(page.split())
+    assert "<|call|> (calls, reasoning + calls), where engines do not stop" in " ".join(
+        page.split()
+    )
     assert "generation_config.json: temperature 0.6, top_k 20" in page
     assert max(map(len, page.splitlines())) <= 80
 
@@ -60,7 +68,12 @@ def test_a_models_page_tells_where_engines_stop(workspace: Path, capsys: pytest.
     ("template", "arguments", "code", "named"),
     [
         ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", (), 0, ""),
-        ("{% for m in messages %}{{ m.content if m.role != 'tool' }}{{ eos_token }}{% endfor %}", (), 1, ""),
+        (
+            "{% for m in messages %}{{ m.content if m.role != 'tool' }}{{ eos_token }}{% endfor %}",
+            (),
+            1,
+            "",
+        ),
         ("{{ messages[0].content }}", (), 1, ""),
         ("{{ messages[0].content }}", ("high=true",), 2, "'high'"),
         ("{{ messages[0].content }}", ("high=[",), 2, ""),
@@ -100,12 +113,18 @@ def test_the_exit_code_says_whether_a_message_is_refused(
 def test_a_dry_run_shows_the_table_where_messages_follow_turns_and_warns_of_every_end(
     workspace: Path,
 ) -> None:
-    settings = [*SETTINGS, "data.validation=''", "data.train=chat.jsonl", "data.max_prompt_tokens=512"]
+    settings = [
+        *SETTINGS,
+        "data.validation=''",
+        "data.train=chat.jsonl",
+        "data.max_prompt_tokens=512",
+    ]
     settings += ["rollout.max_model_tokens=1024", "policy.max_tokens_per_micro_batch=2048"]
     config = load(None, [*settings, *EPISODES])
     inputs = read_inputs(config)
-    assert "    user          rewrites a    rewrites b    appends       appends" in tried_lines(
-        config, inputs
+    assert (
+        "    user          rewrites a    rewrites b    appends       appends"
+        in tried_lines(config, inputs)
     )
     (warning,) = inputs.warnings
     assert "'<|return|>'" in warning

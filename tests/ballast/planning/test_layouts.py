@@ -37,7 +37,11 @@ def test_layouts_are_allowed_fit_and_come_fastest_first() -> None:
 
 
 def test_a_given_setting_keeps_its_value() -> None:
-    given = ("policy.parallel.tensor_parallel=2", "rollout.max_staleness=0", "rollout.tensor_parallel=2")
+    given = (
+        "policy.parallel.tensor_parallel=2",
+        "rollout.max_staleness=0",
+        "rollout.tensor_parallel=2",
+    )
     for _, layout, config in islice(search(*given).best(), 10):
         assert (layout.tp, layout.staleness, layout.engine_tp) == (2, 0, 2)
         assert config.policy.parallel.tensor_parallel == 2
@@ -56,7 +60,9 @@ def test_the_taken_layout_is_written_as_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "layout.yaml"
-    assert main([*EIGHT, "rollout.max_staleness=0", "--write", str(file), "--take", "2"]) == 0
+    assert (
+        main([*EIGHT, "rollout.max_staleness=0", "--write", str(file), "--take", "2"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= 80
     assert len(lines) == 2 + 2 * 10
@@ -79,19 +85,25 @@ def test_a_short_list_has_no_last_layout_under_other_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ballast.planning.layouts.SHOWN", 2)
-    monkeypatch.setattr(LayoutSearch, "best", lambda self, best=LayoutSearch.best: islice(best(self), 1))
+    monkeypatch.setattr(
+        LayoutSearch, "best", lambda self, best=LayoutSearch.best: islice(best(self), 1)
+    )
     assert main([*EIGHT, "--write", str(tmp_path / "layout.yaml"), "--take=2"]) == 2
     assert "--take 2" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "layout.yaml"
     file.write_text("mine")
     assert main([*EIGHT, "--write", str(file)]) == 2
     assert f"--write {file}" in capsys.readouterr().err and file.read_text() == "mine"
 
 
-def test_json_is_one_object_with_the_settings_of_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_the_settings_of_each_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*EIGHT, "rollout.max_staleness=0", "--json"]) == 0
     output, lines = capsys.readouterr()
     layouts = json.loads(output)["layouts"]
@@ -113,5 +125,12 @@ def test_nodes_without_a_named_gpu_are_refused(capsys: pytest.CaptureFixture[str
     assert "--cluster:" in capsys.readouterr().err
     assert main(EIGHT[:2]) == 2
     assert (
-        main([*EIGHT, "policy.max_tokens_per_micro_batch=400000", "model.gradient_checkpointing=none"]) == 2
+        main(
+            [
+                *EIGHT,
+                "policy.max_tokens_per_micro_batch=400000",
+                "model.gradient_checkpointing=none",
+            ]
+        )
+        == 2
     )

@@ -66,7 +66,11 @@ class Store:
 def block(number: int) -> DataProto:
     length = 2 * TOKENS
     ids = 10_000 * number + np.arange(100 * length, dtype=np.int32)
-    columns = {"input_ids": ids, "loss_mask": ids % 2 == 1, "rollout_log_probs": -ids.astype(np.float32)}
+    columns = {
+        "input_ids": ids,
+        "loss_mask": ids % 2 == 1,
+        "rollout_log_probs": -ids.astype(np.float32),
+    }
     for name in ("policy log_probs", "reference log_probs", "critic advantages"):
         columns[name] = -ids.astype(np.float32)
     return DataProto(np.full(100, length), columns | {"weight_versions": ids})
@@ -77,7 +81,9 @@ class LocalReplay(LocalRun):
 
     def _run(self, config: Config) -> Run:
         config = replay_settings(config, Start(None, range(1, 2)))
-        session = self._session(config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0)))
+        session = self._session(
+            config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
+        )
         return open_recorded_run(config, session, self.folder, CostModel(1.0, 0.0))
 
     def all_of(self, run: LocalRun) -> None:
@@ -98,7 +104,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalReplay]]:
     """A replay of runs, from overrides."""
     with ExitStack() as stack:
-        yield lambda *overrides: stack.enter_context(closing(LocalReplay(tmp_path / "replay", *overrides)))
+        yield lambda *overrides: stack.enter_context(
+            closing(LocalReplay(tmp_path / "replay", *overrides))
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,9 @@ def mini_batches_of(run: LocalRun) -> list[RemoteBatch]:
     return batches
 
 
-def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: NewRun, local_replay: Replay) -> None:
+def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(
+    local_run: NewRun, local_replay: Replay
+) -> None:
     found = local_run(*RECORDED)
     found.policy.mismatch = 9.0
     with pytest.raises(MismatchError):
@@ -181,11 +191,19 @@ def test_a_run_keeps_no_samples_unless_it_is_asked_to(local_run: NewRun) -> None
 
 
 def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
-    run_on_stand_ins: Callable[..., StandInRun], stand_ins: StandIns, capsys: pytest.CaptureFixture[str]
+    run_on_stand_ins: Callable[..., StandInRun],
+    stand_ins: StandIns,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On fewer of them too: no engine shares or needs any."""
-    roles = ("algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "reward.model.path=judge")
-    found = run_on_stand_ins(*RECORDED, *roles, "run.checkpoint_every=1", "rollout.replicas=2")
+    roles = (
+        "algorithm.advantage=gae",
+        "algorithm.loss.kl_coefficient=0.1",
+        "reward.model.path=judge",
+    )
+    found = run_on_stand_ins(
+        *RECORDED, *roles, "run.checkpoint_every=1", "rollout.replicas=2"
+    )
     stand_ins.begin_anew()
     found.world.ray.actors.clear()
     folder = found.config.run_folder
@@ -193,7 +211,11 @@ def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
     config = replay_settings(given, start_before(folder, 2, "never"))
     check_layout(config)
     metrics = replay(config, folder, range(2, 3), Console())
-    assert {name.split()[0] for name in found.world.ray.actors} == {"policy", "reference", "critic"}
+    assert {name.split()[0] for name in found.world.ray.actors} == {
+        "policy",
+        "reference",
+        "critic",
+    }
     assert metrics["policy/loss"] == found.outcome.steps[1]["policy/loss"]
     assert "step 2/2" in capsys.readouterr().out
 
@@ -236,7 +258,9 @@ def test_a_replay_begins_at_the_last_checkpoint_before_the_step(
     assert (start.steps, start.describe()) == (range(begin + 1, 4), told)
 
 
-def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(tmp_path: Path) -> None:
+def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(
+    tmp_path: Path,
+) -> None:
     first, run = tmp_path / "first", recorded(tmp_path / "run", 5, 6)
     write(checkpoint_path(first, 4), 4)
     start = start_before(run, 6, str(first))
@@ -248,7 +272,12 @@ def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(tmp_
     [
         ((), 1, "never", r"has no samples of step 1; run.record_samples=true keeps them"),
         ((1, 2), 3, "never", r"has no samples of step 3; it has steps 1 to 2"),
-        ((2, 3), 3, "never", r"has no samples of step 1, and no checkpoint between it and step 3"),
+        (
+            (2, 3),
+            3,
+            "never",
+            r"has no samples of step 1, and no checkpoint between it and step 3",
+        ),
         (
             (1, 2),
             2,
@@ -267,26 +296,36 @@ def test_what_a_replay_would_need_and_is_not_there_is_said(
 # The command
 
 
-def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*arguments: str) -> str:
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         return error
 
-    assert "is not the folder of a run: it has no config.yaml" in refused(str(tmp_path), "--step", "1")
-    (tmp_path / "config.yaml").write_text(to_yaml(load(None, ["run.name=run", "model.path=model"])))
+    assert "is not the folder of a run: it has no config.yaml" in refused(
+        str(tmp_path), "--step", "1"
+    )
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(load(None, ["run.name=run", "model.path=model"]))
+    )
     assert "has no samples of step 1; run.record_samples=true keeps them" in refused(
         str(tmp_path), "--step", "1"
     )
-    assert "policy.rank is not a setting" in refused(str(tmp_path), "policy.rank=1", "--step", "1")
+    assert "policy.rank is not a setting" in refused(
+        str(tmp_path), "policy.rank=1", "--step", "1"
+    )
     (tmp_path / "config.yaml").write_text("model: {path: model}\nloss: {}\n")
     assert "trained on given sequences" in refused(str(tmp_path), "--step", "1")
 
 
 def test_the_table_shows_what_was_recorded_beside_what_came_out() -> None:
     recorded = {"policy/loss": 0.5, "policy/grad_norm": None, "rollout/samples": 4.0}
-    lines = comparison(recorded, {"policy/loss": 0.25, "policy/grad_norm": math.inf, "critic/loss": 2.0})
+    lines = comparison(
+        recorded, {"policy/loss": 0.25, "policy/grad_norm": math.inf, "critic/loss": 2.0}
+    )
     assert [line.split() for line in lines] == [
         ["metric", "recorded", "replayed", "difference"],
         ["policy/loss", "0.5", "0.25", "-2.5e-01"],

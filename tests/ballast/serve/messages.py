@@ -30,7 +30,9 @@ def passes(
     seq_id: int = 0,
     forward: bool = False,
 ) -> pb.ForwardBackwardRequest:
-    found = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward)
+    found = pb.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward
+    )
     found.data.extend(data)
     return found
 

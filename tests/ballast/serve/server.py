@@ -30,7 +30,9 @@ class Server:
     def start(self, *, paused: bool = False) -> None:
         self.run = TinyRun(self._folder, *self._overrides)
         self.run.paused = paused
-        self.service = Service(self.run, CallLog(self._folder / "serve"), self.stopped.append)
+        self.service = Service(
+            self.run, CallLog(self._folder / "serve"), self.stopped.append
+        )
         self.service.restore()
 
     async def answer(self, name: str) -> Any:
@@ -61,7 +63,9 @@ def look(model_id: str, seq_id: int) -> tuple[str, bytes]:
 
 
 def step(model_id: str, seq_id: int, learning_rate: float = 0.1) -> tuple[str, bytes]:
-    return "optim_step", body(model_id=model_id, seq_id=seq_id, adam_params=adam(learning_rate=learning_rate))
+    return "optim_step", body(
+        model_id=model_id, seq_id=seq_id, adam_params=adam(learning_rate=learning_rate)
+    )
 
 
 def publish(model_id: str, seq_id: int) -> tuple[str, bytes]:
@@ -86,7 +90,10 @@ async def is_deleted(server: Server, path: str, *, killed: bool) -> bool:
     there.
     """
     if killed:
-        with pytest.MonkeyPatch.context() as patch, suppress(RefusedError, InterruptedError):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            suppress(RefusedError, InterruptedError),
+        ):
             patch.setattr(serving, "remove", raising(InterruptedError()))
             await delete(server, path)
         server.start()
@@ -103,7 +110,12 @@ def listed(server: Server) -> list[str]:
 
 def asked(sampler: str, seq_id: int, **more: Any) -> dict[str, Any]:
     prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
-    return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {}} | more
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": prompt,
+        "sampling_params": {},
+    } | more
 
 
 def with_settings(*overrides: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -125,7 +137,9 @@ running = with_settings()
 
 async def drawn(server: Server, sampler: str, seq_id: int) -> bytes:
     found = await server.answer(
-        server.service.samplers.sample(asked(sampler, seq_id, prompt_logprobs=True))["request_id"]
+        server.service.samplers.sample(asked(sampler, seq_id, prompt_logprobs=True))[
+            "request_id"
+        ]
     )
     assert isinstance(found, bytes)
     return found

@@ -27,7 +27,9 @@ Address = tuple[str, int]
 
 @asynccontextmanager
 async def tinker(folder: Path) -> AsyncIterator[Address]:
-    app = make_app(Service(TinyRun(folder), CallLog(folder / "serve"), lambda error: None), KEY)
+    app = make_app(
+        Service(TinyRun(folder), CallLog(folder / "serve"), lambda error: None), KEY
+    )
     server = uvicorn.Server(uvicorn_config(app, log_config=None))
     port = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server._serve([port]))  # without its signals
@@ -54,7 +56,11 @@ async def front(folder: Path) -> AsyncIterator[Address]:
 
 
 SERVERS = [tinker, gateway, front]
-PATHS = {tinker: "/api/v1/healthz", gateway: "/s/a/v1/models", front: "/sessions/a/v1/models"}
+PATHS = {
+    tinker: "/api/v1/healthz",
+    gateway: "/s/a/v1/models",
+    front: "/sessions/a/v1/models",
+}
 Server = Callable[[Path], "asynccontextmanager[Address]"]  # type: ignore[type-arg]
 
 
@@ -90,9 +96,9 @@ async def exchanged(address: Address, request: bytes) -> bytes:
 
 def head(path: str, *lines: str, method: str = "GET") -> bytes:
     host = () if any(line.lower().startswith("host") for line in lines) else ("Host: a",)
-    return "\r\n".join([f"{method} {path} HTTP/1.1", *host, "Connection: close", *lines, "", ""]).encode(
-        "latin-1"
-    )
+    return "\r\n".join(
+        [f"{method} {path} HTTP/1.1", *host, "Connection: close", *lines, "", ""]
+    ).encode("latin-1")
 
 
 @over_sockets
@@ -137,7 +143,9 @@ async def test_a_connection_without_a_whole_head_ends(
 
 
 @over_sockets
-async def test_connections_are_counted(address: Address, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_counted(
+    address: Address, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_limits, "MOST_CONNECTIONS", 3)
     held = [await asyncio.open_connection(*address) for _ in range(3)]
     assert b" 503 " in await exchanged(address, head(path))
@@ -177,7 +185,11 @@ async def test_malformed_heads_are_refused(
         places = {("GET", path + more), ("POST", path + more), ("POST", f"/sessions{more}")}
         for method, place in sorted(places):
             answer = await exchanged(address, head(place, *lines, method=method))
-            allowed = name in ("query of half a character", "no host") or "host" in name or "length" in name
+            allowed = (
+                name in ("query of half a character", "no host")
+                or "host" in name
+                or "length" in name
+            )
             statuses = b"24" if allowed else b"4"
             if not answer.startswith(b"HTTP/1.") or answer[9] not in statuses:
                 wrong[f"{method} {place[:40]} {name}"] = answer[:60]

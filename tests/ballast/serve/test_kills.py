@@ -51,7 +51,9 @@ async def test_a_deleted_state_is_gone_and_its_name_taken(server: Server) -> Non
     with refused(first, RefusedError):
         await server.service.submit(*restore(name, 3, first))
     with refused(first, RefusedError):
-        await server.service.submit("save_weights", body(model_id=name, seq_id=4, path="at-1"))
+        await server.service.submit(
+            "save_weights", body(model_id=name, seq_id=4, path="at-1")
+        )
     for wrong in (
         f"{first}x",
         f"tinker://{name}/weights/../initial",
@@ -63,7 +65,9 @@ async def test_a_deleted_state_is_gone_and_its_name_taken(server: Server) -> Non
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_kill_within_a_deletion_leaves_a_deleted_state(tmp_path: Path, removed: bool) -> None:
+def test_a_kill_within_a_deletion_leaves_a_deleted_state(
+    tmp_path: Path, removed: bool
+) -> None:
     async def kill(server: Server) -> None:
         name = await model(server, session(server))
         await server.service.submit(*save(name, 1))
@@ -77,15 +81,17 @@ def test_a_kill_within_a_deletion_leaves_a_deleted_state(tmp_path: Path, removed
             patch.setattr(serving, "remove", killed)
             await delete(server, f"tinker://{name}/weights/at-1")
         server.start()
-        assert listed(server) == [] and [each.name for each in server.run.folder.glob("states/*")] == [
-            "initial"
-        ]
+        assert listed(server) == [] and [
+            each.name for each in server.run.folder.glob("states/*")
+        ] == ["initial"]
 
     with_settings()(kill)(tmp_path)
 
 
 @with_settings("run.checkpoint_every=1", "run.keep_checkpoints=2")
-async def test_a_state_that_a_restart_would_load_again_is_not_deleted(server: Server) -> None:
+async def test_a_state_that_a_restart_would_load_again_is_not_deleted(
+    server: Server,
+) -> None:
     name, other = await model(server, of := session(server)), session(server)
     for call in (step(name, 1), step(name, 2), save(name, 3)):
         await server.service.submit(*call)
@@ -108,8 +114,12 @@ async def test_a_state_that_a_restart_would_load_again_is_not_deleted(server: Se
 async def test_a_deleted_sampler_path_is_forgotten(server: Server) -> None:
     name, of = await model(server, first := session(server)), first
     saved = "save_weights_for_sampler", body(model_id=name, seq_id=1, path="one")
-    path = (await server.answer((await server.service.submit(*saved))["request_id"]))["path"]
-    assert listed(server) == [path] and server.service.create_sampler({"session_id": of, "model_path": path})
+    path = (await server.answer((await server.service.submit(*saved))["request_id"]))[
+        "path"
+    ]
+    assert listed(server) == [path] and server.service.create_sampler(
+        {"session_id": of, "model_path": path}
+    )
     await delete(server, path)
     for _ in range(2):  # also after a restart, which makes the call again
         assert listed(server) == []
@@ -117,7 +127,9 @@ async def test_a_deleted_sampler_path_is_forgotten(server: Server) -> None:
             server.service.create_sampler({"session_id": of, "model_path": path})
         server.start()
     with refused(path, RefusedError):
-        await server.service.submit("save_weights_for_sampler", body(model_id=name, seq_id=2, path="one"))
+        await server.service.submit(
+            "save_weights_for_sampler", body(model_id=name, seq_id=2, path="one")
+        )
 
 
 @with_settings("run.checkpoint_every=2")
@@ -125,9 +137,18 @@ async def test_a_restarted_server_publishes_again_what_was_published_after_the_c
     server: Server,
 ) -> None:
     name = await model(server, session(server))
-    for call in (learn(name, 1), step(name, 2), learn(name, 3), step(name, 4), learn(name, 5), step(name, 6)):
+    for call in (
+        learn(name, 1),
+        step(name, 2),
+        learn(name, 3),
+        step(name, 4),
+        learn(name, 5),
+        step(name, 6),
+    ):
         await server.service.submit(*call)
-    answer = await server.answer((await server.service.submit(*publish(name, 7)))["request_id"])
+    answer = await server.answer(
+        (await server.service.submit(*publish(name, 7)))["request_id"]
+    )
     known = server.run.weight
     assert server.run.newest() == known
     server.start()
@@ -143,10 +164,13 @@ def test_a_sampler_of_the_newest_weights_ends_with_its_model(
     async def follow(server: Server) -> None:
         of, other = session(server), session(server)
         name = await model(server, of)
-        inflight = "save_weights_for_sampler", body(model_id=name, seq_id=1, path=None, kind="inflight")
-        sampler = (await server.answer((await server.service.submit(*inflight))["request_id"]))[
-            "sampling_session_id"
-        ]
+        inflight = (
+            "save_weights_for_sampler",
+            body(model_id=name, seq_id=1, path=None, kind="inflight"),
+        )
+        sampler = (
+            await server.answer((await server.service.submit(*inflight))["request_id"])
+        )["sampling_session_id"]
         await drawn(server, sampler, 0)
         for call in (learn(name, 2), step(name, 3), publish(name, 4)):
             await server.service.submit(*call)
@@ -163,7 +187,12 @@ def test_a_sampler_of_the_newest_weights_ends_with_its_model(
 
 
 KINDS = {"learn": learn, "look": look, "step": step, "publish": publish, "save": save}
-ALL_KINDS = [*sorted(KINDS), "wrong", "load", "delete"]  # of the state that was saved last and is not deleted
+ALL_KINDS = [
+    *sorted(KINDS),
+    "wrong",
+    "load",
+    "delete",
+]  # of the state that was saved last and is not deleted
 
 
 def _sent(calls: list[str], turns: str, names: dict[str, str]) -> list[tuple[str, Any]]:
@@ -177,7 +206,9 @@ def _sent(calls: list[str], turns: str, names: dict[str, str]) -> list[tuple[str
         if kind == "load":
             sent.append(restore(name, number, paths[-1]) if paths else look(name, number))
         else:
-            sent.append(step(name, number, -1.0) if kind == "wrong" else KINDS[kind](name, number))
+            sent.append(
+                step(name, number, -1.0) if kind == "wrong" else KINDS[kind](name, number)
+            )
         paths += [f"tinker://{name}/weights/at-{number}"] * (kind == "save")
     return sent
 
@@ -216,7 +247,11 @@ async def _play(
     for place, call in enumerate(sent):
         if call[0] == "delete":
             if deletes:
-                (gone if await is_deleted(server, call[1], killed=place in kills) else there).add(call[1])
+                (
+                    gone
+                    if await is_deleted(server, call[1], killed=place in kills)
+                    else there
+                ).add(call[1])
             continue
         server.run.paused = place in kills
         await _submitted(server, call)
@@ -230,14 +265,20 @@ async def _play(
         if (
             call[0] != "forward_backward" or call is sent[-1]
         ):  # a client sends a step before it asks for gradients
-            answers |= {each: await server.answer(future["request_id"]) for each, future in waiting}
+            answers |= {
+                each: await server.answer(future["request_id"]) for each, future in waiting
+            }
             waiting.clear()
     assert not server.stopped and not any(
         "error" in each for each in answers.values() if isinstance(each, dict)
     )
     assert there <= {*listed(server)} and not gone & {*listed(server)}
     assert not any((folder / "states" / state_of(path)).exists() for path in gone)
-    return server.run.weights, float(server.run.steps), [answers[place] for place in sorted(answers)]
+    return (
+        server.run.weights,
+        float(server.run.steps),
+        [answers[place] for place in sorted(answers)],
+    )
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -254,13 +295,20 @@ def test_whenever_the_server_is_killed_each_step_is_made_once(
         found = asyncio.run(_play(Path(killed), calls, kills, every))
     assert found[:2] == expected[:2]
     assert found[1] == calls.count("step")
-    names = [{**answer, "metrics": None} if isinstance(answer, dict) else answer for answer in found[2]]
+    names = [
+        {**answer, "metrics": None} if isinstance(answer, dict) else answer
+        for answer in found[2]
+    ]
     assert len(names) == len(expected[2]) and None not in found[2]
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
-    st.lists(st.tuples(st.sampled_from(ALL_KINDS), st.sampled_from("ab")), min_size=1, max_size=14),
+    st.lists(
+        st.tuples(st.sampled_from(ALL_KINDS), st.sampled_from("ab")),
+        min_size=1,
+        max_size=14,
+    ),
     st.dictionaries(st.integers(0, 13), st.integers(0, 6), max_size=4),
     st.integers(0, 3),
 )

@@ -32,7 +32,10 @@ from workers.errors import LostError
 @running
 async def test_calls_wait_for_their_predecessors(server: Server) -> None:
     name = await model(server, session(server))
-    late = [asyncio.ensure_future(server.service.submit(*call)) for call in (step(name, 3), learn(name, 2))]
+    late = [
+        asyncio.ensure_future(server.service.submit(*call))
+        for call in (step(name, 3), learn(name, 2))
+    ]
     await asyncio.sleep(0.01)
     assert server.run.made == ["save"] and not any(task.done() for task in late)
     await server.service.submit(*learn(name, 1, 2.0))
@@ -88,19 +91,26 @@ async def _without_predecessor(server: Server) -> None:
     assert server.run.steps == 1
 
 
-def test_a_predecessor_that_never_comes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predecessor_that_never_comes_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "TURN_SECONDS", 0.01)
     running(_without_predecessor)(tmp_path)
 
 
 @running
-async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_server(server: Server) -> None:
+async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_server(
+    server: Server,
+) -> None:
     name = await model(server, session(server))
     server.run.forward_backward = lambda rows, loss, adapter: server.run._later(
         "fb", raising(ValueError("too long"))
     )
     future = await server.service.submit(*learn(name, 1))
-    assert await server.answer(future["request_id"]) == {"error": "too long", "category": "user"}
+    assert await server.answer(future["request_id"]) == {
+        "error": "too long",
+        "category": "user",
+    }
     assert not server.stopped
     server.run.forward_backward = lambda rows, loss, adapter: server.run._later(
         "fb", raising(LostError("a rank"))
@@ -118,26 +128,39 @@ async def test_samplers_serve_the_newest_weights_alone(server: Server) -> None:
         await model(server, of),
         server.service.create_sampler({"session_id": of, "base_model": "tiny"}),
     )
-    first = server.service.samplers.sample(asked(base, 0, num_samples=3, prompt_logprobs=True))
+    first = server.service.samplers.sample(
+        asked(base, 0, num_samples=3, prompt_logprobs=True)
+    )
     assert server.service.samplers.sample(asked(base, 0, num_samples=3)) == first
     assert len(set(first["sample_sequence_ids"])) == 3
     assert await server.answer(first["request_id"])
     with refused("request_id", RefusedError):
         await server.answer(first["request_id"])
     calls = [publish(name, 1), step(name, 2), publish(name, 3), publish(name, 4)]
-    answers = [await server.answer((await server.service.submit(*call))["request_id"]) for call in calls]
+    answers = [
+        await server.answer((await server.service.submit(*call))["request_id"])
+        for call in calls
+    ]
     assert server.run.made.count("publish") == 1
     unchanged, _, newest, again = (answer.get("sampling_session_id") for answer in answers)
     for sampler in (base, unchanged):
         with refused("sampling_session_id", RefusedError):
             server.service.samplers.sample(asked(sampler, 1))
     for sampler in (newest, again):
-        assert await server.answer(server.service.samplers.sample(asked(sampler, 1))["request_id"])
+        assert await server.answer(
+            server.service.samplers.sample(asked(sampler, 1))["request_id"]
+        )
     await server.service.submit(*step(name, 5))
     with refused("prompt_logprobs", RefusedError):
         server.service.samplers.sample(asked(newest, 2, prompt_logprobs=True))
-    for wrong in ({"topk_prompt_logprobs": 3}, {"num_samples": 0}, {"sampling_params": {"max_tokens": 30}}):
-        with refused(next(iter(wrong)) if "params" not in str(wrong) else "max_tokens", RefusedError):
+    for wrong in (
+        {"topk_prompt_logprobs": 3},
+        {"num_samples": 0},
+        {"sampling_params": {"max_tokens": 30}},
+    ):
+        with refused(
+            next(iter(wrong)) if "params" not in str(wrong) else "max_tokens", RefusedError
+        ):
             server.service.samplers.sample(asked(newest, 9, **wrong))
 
 
@@ -148,28 +171,38 @@ async def test_states_come_back_and_other_paths_are_refused(server: Server) -> N
     await server.service.submit(*learn(name, 2))
     await server.service.submit(*step(name, 3))
     known = server.run.weight
-    path = (await server.answer((await server.service.submit(*save(name, 4)))["request_id"]))["path"]
+    path = (
+        await server.answer((await server.service.submit(*save(name, 4)))["request_id"])
+    )["path"]
     assert path == f"tinker://{name}/weights/at-4"
     await server.service.submit(*learn(name, 5))
     await server.service.submit(*step(name, 6))
     assert server.run.weight != known
-    await server.service.submit("load_weights", body(model_id=name, seq_id=7, path=path, optimizer=True))
+    await server.service.submit(
+        "load_weights", body(model_id=name, seq_id=7, path=path, optimizer=True)
+    )
     assert server.run.weight == known
     again = "save_weights", body(model_id=name, seq_id=8, path="at-4")
     with refused("path=", RefusedError):
         await server.service.submit(*again)
     for number, wrong in enumerate(("../x", "a/b", "", ".hidden", "x" * 200)):
         with pytest.raises(RefusedError):
-            await server.service.submit("save_weights", body(model_id=name, seq_id=9 + number, path=wrong))
+            await server.service.submit(
+                "save_weights", body(model_id=name, seq_id=9 + number, path=wrong)
+            )
     for number, wrong in enumerate(
         ("tinker://../weights/x", "/etc/passwd", f"tinker://{name}/weights/../initial")
     ):
         with refused("path=", RefusedError):
-            await server.service.submit("load_weights", body(model_id=name, seq_id=14 + number, path=wrong))
+            await server.service.submit(
+                "load_weights", body(model_id=name, seq_id=14 + number, path=wrong)
+            )
 
 
 @running
-async def test_a_new_model_starts_from_the_base_and_replaces_the_last(server: Server) -> None:
+async def test_a_new_model_starts_from_the_base_and_replaces_the_last(
+    server: Server,
+) -> None:
     of, other = session(server), session(server)
     name = await model(server, of)
     await server.service.submit(*learn(name, 1))
@@ -232,17 +265,25 @@ async def test_models_have_a_policy_each_and_their_samplers_by_name(server: Serv
 
 
 @with_several
-async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_ones(server: Server) -> None:
+async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_ones(
+    server: Server,
+) -> None:
     of, beside, other = (session(server) for _ in range(3))
     name, _ = await model(server, of), await model(server, beside)
 
     async def learned(number: int, name: str = name) -> str:
-        for call in (learn(name, number), step(name, number + 1), publish(name, number + 2)):
+        for call in (
+            learn(name, number),
+            step(name, number + 1),
+            publish(name, number + 2),
+        ):
             last = await server.answer((await server.service.submit(*call))["request_id"])
         return str(last["sampling_session_id"])
 
     async def answer(sampler: str, number: int) -> Any:
-        return await server.answer(server.service.samplers.sample(asked(sampler, number))["request_id"])
+        return await server.answer(
+            server.service.samplers.sample(asked(sampler, number))["request_id"]
+        )
 
     first, second = await learned(1), await learned(4)
     known = await answer(first, 0)
@@ -254,7 +295,9 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
         server.service.samplers.sample(asked(first, 2))
     assert await answer(second, 2) != await answer(third, 2)
     server.service.end_session(of)
-    newer = await model(server, other)  # which takes the same policy, and publishes the base model's weights
+    newer = await model(
+        server, other
+    )  # which takes the same policy, and publishes the base model's weights
     known = await answer(third, 3)
     assert known and newer != name
     await learned(1, newer)
@@ -271,11 +314,18 @@ async def test_a_state_of_one_model_is_loaded_into_another_alone(server: Server)
     for name, weight in zip(names, (1.0, 2.0), strict=True):
         await server.service.submit(*learn(name, 1, weight))
         await server.service.submit(*step(name, 2))
-    path = (await server.answer((await server.service.submit(*save(names[0], 3)))["request_id"]))["path"]
+    path = (
+        await server.answer((await server.service.submit(*save(names[0], 3)))["request_id"])
+    )["path"]
     await server.service.submit(*learn(names[0], 4))
-    await server.service.submit("load_weights", body(model_id=names[1], seq_id=3, path=path, optimizer=True))
+    await server.service.submit(
+        "load_weights", body(model_id=names[1], seq_id=3, path=path, optimizer=True)
+    )
     await server.service.submit(*step(names[0], 5))
-    assert server.run.weights["policy-1"] == pytest.approx(-0.25) and server.run.weights["policy-2"] == -0.1
+    assert (
+        server.run.weights["policy-1"] == pytest.approx(-0.25)
+        and server.run.weights["policy-2"] == -0.1
+    )
 
 
 def test_other_policies_than_those_of_the_log_are_refused(tmp_path: Path) -> None:

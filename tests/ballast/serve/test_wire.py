@@ -30,14 +30,17 @@ def read(message: pb.ForwardBackwardRequest) -> tuple[wire.Rows, SumLossConfig]:
 def test_a_row_is_the_input_and_its_last_target(data: list[tuple[list[int], bool]]) -> None:
     weights = [np.arange(len(ids) - 1, dtype=np.float32) - 1 for ids, _ in data]
     given_ = [
-        datum(ids, **({"weights": w} if has else {})) for (ids, has), w in zip(data, weights, strict=True)
+        datum(ids, **({"weights": w} if has else {}))
+        for (ids, has), w in zip(data, weights, strict=True)
     ]
     rows, loss = read(passes(given_))
     assert loss == SumLossConfig("cross_entropy")
     for row, (ids, has), weight in zip(rows, data, weights, strict=True):
         np.testing.assert_array_equal(row["input_ids"], ids)
         np.testing.assert_array_equal(row["loss_mask"], np.arange(len(ids)) > 0)
-        np.testing.assert_array_equal(row["weights"][1:], weight if has else np.ones(len(ids) - 1))
+        np.testing.assert_array_equal(
+            row["weights"][1:], weight if has else np.ones(len(ids) - 1)
+        )
         assert {len(column) for column in row.values()} == {len(ids)}
 
 
@@ -52,7 +55,10 @@ def test_a_datum_of_several_chunks_is_one_row() -> None:
 
 def test_losses_of_policies_have_their_columns_and_settings() -> None:
     columns = {"logprobs": [0, -1, -2], "advantages": [0, 1, 1]}
-    message = passes([datum([5, 6, 7, 8], **columns), datum([5, 6, 7, 8], **columns, mask=[0, 0, 1])], "ppo")
+    message = passes(
+        [datum([5, 6, 7, 8], **columns), datum([5, 6, 7, 8], **columns, mask=[0, 0, 1])],
+        "ppo",
+    )
     message.loss_fn_config_v2["clip_high_threshold"].number = 1.28
     rows, loss = read(message)
     assert loss == SumLossConfig("ppo", ratio_high=1.28)
@@ -111,7 +117,9 @@ def torn() -> pb.Datum:
         ("tensor", [torn()], "cross_entropy"),
     ],
 )
-def test_what_the_server_cannot_compute_is_refused(named: str, data: list[pb.Datum], loss: str) -> None:
+def test_what_the_server_cannot_compute_is_refused(
+    named: str, data: list[pb.Datum], loss: str
+) -> None:
     with refused(named, RefusedError):
         read(passes(data, loss))
 
@@ -132,11 +140,25 @@ def test_settings_of_another_loss_and_bodies_of_another_kind_are_refused() -> No
 def test_parameters_of_sampling_and_of_steps() -> None:
     usual = SamplingConfig(max_new_tokens=9)
     read = wire.read_sampling(
-        {"sampling_params": {"temperature": 0.5, "top_k": -1, "stop": ["a"], "seed": 3}}, usual, 32
+        {"sampling_params": {"temperature": 0.5, "top_k": -1, "stop": ["a"], "seed": 3}},
+        usual,
+        32,
     )
-    assert (read.temperature, read.top_k, read.stop, read.max_new_tokens) == (0.5, 0, ["a"], 9)
-    read = wire.read_sampling({"sampling_params": {"max_tokens": 4, "stop": [5], "top_p": 0.9}}, usual, 32)
-    assert (read.stop_token_ids, read.stop, read.max_new_tokens, read.top_p) == ([5], [], 4, 0.9)
+    assert (read.temperature, read.top_k, read.stop, read.max_new_tokens) == (
+        0.5,
+        0,
+        ["a"],
+        9,
+    )
+    read = wire.read_sampling(
+        {"sampling_params": {"max_tokens": 4, "stop": [5], "top_p": 0.9}}, usual, 32
+    )
+    assert (read.stop_token_ids, read.stop, read.max_new_tokens, read.top_p) == (
+        [5],
+        [],
+        4,
+        0.9,
+    )
     for broken in (
         {"temperature": -1},
         {"top_p": 0},
@@ -159,9 +181,13 @@ def test_parameters_of_sampling_and_of_steps() -> None:
         wire.read_step({"adam_params": adam(learning_rate=float("nan"))})
 
 
-@pytest.mark.parametrize("chunks", [[{"tokens": [1, 99]}], [{"data": ""}], [{"tokens": ["x"]}], []])
+@pytest.mark.parametrize(
+    "chunks", [[{"tokens": [1, 99]}], [{"data": ""}], [{"tokens": ["x"]}], []]
+)
 def test_other_prompts_are_refused(chunks: list[dict[str, Any]]) -> None:
-    assert wire.read_prompt({"prompt": {"chunks": [{"tokens": [1, 2]}, {"tokens": [3]}]}}, **LIMITS) == [
+    assert wire.read_prompt(
+        {"prompt": {"chunks": [{"tokens": [1, 2]}, {"tokens": [3]}]}}, **LIMITS
+    ) == [
         1,
         2,
         3,
@@ -170,13 +196,21 @@ def test_other_prompts_are_refused(chunks: list[dict[str, Any]]) -> None:
         wire.read_prompt({"prompt": {"chunks": chunks}}, **LIMITS)
 
 
-@given(st.lists(st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=5),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_the_sdk_reads_log_probs_as_they_were(values: list[list[float]]) -> None:
     rows = [np.array([0.0, *row], np.float32) for row in values]
     answer = wire.pass_answer(rows, {"loss:sum": 1.5})
     found = response_conv.deserialize_forward_backward_output(answer.body)
     assert answer.protobuf and found.metrics == {"loss:sum": 1.5}
-    assert [output["logprobs"].to_numpy().tolist() for output in found.loss_fn_outputs] == values
+    assert [
+        output["logprobs"].to_numpy().tolist() for output in found.loss_fn_outputs
+    ] == values
 
 
 def test_the_sdk_reads_samples_as_they_were() -> None:

@@ -15,9 +15,19 @@ import numpy as np
 
 from controller.config import Config, load
 from controller.primitives import SampledSequence
-from workers.model.checkpoint.checkpoint_folder import Manifest, commit, complete, prune, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import (
+    Manifest,
+    commit,
+    complete,
+    prune,
+    unfinished_folder,
+)
 
-SETTINGS = ["model.path=tiny", "data.max_prompt_tokens=24", "rollout.sampling.max_new_tokens=8"]
+SETTINGS = [
+    "model.path=tiny",
+    "data.max_prompt_tokens=24",
+    "rollout.sampling.max_new_tokens=8",
+]
 
 
 @cache
@@ -82,14 +92,20 @@ class TinyRun:
     def _pass(self, rows: Any, slope: float, adapter: str) -> Found:
         weight = self.weights.get(adapter, 0.0)
         log_probs = [
-            np.where(row["loss_mask"], weight - row["input_ids"], 0).astype(np.float32) for row in rows
+            np.where(row["loss_mask"], weight - row["input_ids"], 0).astype(np.float32)
+            for row in rows
         ]
-        slope *= sum(float(row.get("weights", row.get("advantages", np.ones(1))).sum()) for row in rows)
+        slope *= sum(
+            float(row.get("weights", row.get("advantages", np.ones(1))).sum())
+            for row in rows
+        )
         self.gradients[adapter] = self.gradients.get(adapter, 0.0) + slope
         return Found(log_probs, {"loss": self.gradients[adapter]}, [])
 
     def forward(self, rows: Any, role: str = "policy", *, adapter: str) -> Future[Any]:
-        assert role == ("policy" if adapter or self.config.model.lora.policies == 1 else "reference")
+        assert role == (
+            "policy" if adapter or self.config.model.lora.policies == 1 else "reference"
+        )
         return self._later("forward", lambda: self._pass(rows, 0.0, adapter))
 
     def forward_backward(self, rows: Any, loss: Any, *, adapter: str) -> Future[Any]:
@@ -100,10 +116,14 @@ class TinyRun:
 
     def _step(self, learning_rate: float, adapter: str) -> dict[str, float]:
         norm, every = self.gradients.pop(adapter, 0.0), self.config.run.checkpoint_every
-        self.weights = self.weights | {adapter: self.weights.get(adapter, 0.0) * 1.5 - learning_rate * norm}
+        self.weights = self.weights | {
+            adapter: self.weights.get(adapter, 0.0) * 1.5 - learning_rate * norm
+        }
         self.steps += 1
         if every and self.steps % every == 0:
-            self._commit(self.folder / "checkpoints" / "policy" / f"step-{self.steps}", self.weights)
+            self._commit(
+                self.folder / "checkpoints" / "policy" / f"step-{self.steps}", self.weights
+            )
             prune(self.folder / "checkpoints" / "policy", self.config.run.keep_checkpoints)
         return {"grad_norm": norm}
 
@@ -116,7 +136,9 @@ class TinyRun:
     def publish(self, *, adapter: str) -> Future[Any]:
         def send() -> int:
             self.version += 1
-            newest = self.served.setdefault(adapter, {}) | {self.version: self.weights.get(adapter, 0.0)}
+            newest = self.served.setdefault(adapter, {}) | {
+                self.version: self.weights.get(adapter, 0.0)
+            }
             kept = self.config.model.lora.versions if adapter else 1
             self.served[adapter] = dict(list(newest.items())[-kept:])
             return self.version
@@ -125,7 +147,9 @@ class TinyRun:
 
     def save(self, name: str, *, adapter: str) -> Future[Any]:
         path = self.folder / "states" / name / "policy"
-        return self._later("save", lambda: self._commit(path, {"": self.weights.get(adapter, 0.0)}))
+        return self._later(
+            "save", lambda: self._commit(path, {"": self.weights.get(adapter, 0.0)})
+        )
 
     def load(self, name: str, *, optimizer: bool, adapter: str) -> Future[Any]:
         def read() -> None:

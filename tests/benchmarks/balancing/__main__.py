@@ -36,22 +36,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, help="markdown file to write, for example docs/balancing-benchmark.md"
+        "--output",
+        type=Path,
+        help="markdown file to write, for example docs/balancing-benchmark.md",
     )
-    parser.add_argument("--only", choices=MODULES, help="some of the tables; all unless given")
+    parser.add_argument(
+        "--only", choices=MODULES, help="some of the tables; all unless given"
+    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     tables: list[Table] = []
     for name in [options.only] if options.only else MODULES:
-        tables += _printed(importlib.import_module(f"tests.benchmarks.balancing.{name}").tables())
+        tables += _printed(
+            importlib.import_module(f"tests.benchmarks.balancing.{name}").tables()
+        )
     if options.output:
         text = INTRODUCTION.format(command=_command(options), machine=machine())
-        options.output.write_text(text + "\n".join(table.markdown() for table in tables), encoding="utf-8")
+        options.output.write_text(
+            text + "\n".join(table.markdown() for table in tables), encoding="utf-8"
+        )
 
 
 def machine() -> str:
     """Cores and versions; nothing that names the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )
     compiler = f"Numba {version('numba')}" if COMPILED else "without Numba"
     versions = f"Python {platform.python_version()}, NumPy {np.__version__}, {compiler}"
     return f"{platform.machine()}, {cores} cores, {versions}"
@@ -66,7 +76,9 @@ def _printed(tables: list[Table]) -> list[Table]:
 
 def _command(options: argparse.Namespace) -> str:
     given = [f"--only {options.only}"] if options.only else []
-    return " ".join(["python -m tests.benchmarks.balancing", *given, f"--output {options.output}"])
+    return " ".join(
+        ["python -m tests.benchmarks.balancing", *given, f"--output {options.output}"]
+    )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def _row(name: str, count: int, k: int) -> list[str]:
 
 
 def _measured(weights: NDArray[np.int64], k: int, algorithm: Any) -> tuple[float, float]:
-    seconds = cpu_seconds(lambda: partition(weights, k, equal_size=True, algorithm=algorithm), REPETITIONS)
+    seconds = cpu_seconds(
+        lambda: partition(weights, k, equal_size=True, algorithm=algorithm), REPETITIONS
+    )
     sets = partition(weights, k, equal_size=True, algorithm=algorithm)
     return float(max(weights[indices].sum() for indices in sets)), seconds

@@ -27,7 +27,9 @@ def tables() -> list[Table]:
     return [_table(count, parts, virtual) for count, parts in BATCHES for virtual in (1, 2)]
 
 
-def plan_of(name: str, count: int, mini_batches: int, pipeline: Pipeline, **changes: Any) -> Plan:
+def plan_of(
+    name: str, count: int, mini_batches: int, pipeline: Pipeline, **changes: Any
+) -> Plan:
     """A seeded batch on a pipeline; the cap is twice the longest sequence."""
     lengths = draw(name, count, 0)
     members: list[NDArray[np.int64]] = np.array_split(
@@ -44,13 +46,25 @@ def plan_of(name: str, count: int, mini_batches: int, pipeline: Pipeline, **chan
 
 def _table(count: int, mini_batches: int, virtual: int) -> Table:
     pipeline = Pipeline(STAGES, virtual)
-    rows = [_row(name, title, count, mini_batches, pipeline) for name in LENGTHS for title in ON_PIPELINES]
+    rows = [
+        _row(name, title, count, mini_batches, pipeline)
+        for name in LENGTHS
+        for title in ON_PIPELINES
+    ]
     parts = "1 mini-batch" if mini_batches == 1 else f"{mini_batches} mini-batches"
     interleaved = f", {virtual} virtual stages each" if virtual > 1 else ""
     return Table(
         f"Pipeline of {STAGES} stages{interleaved}: {count:,} sequences in {parts} on {RANKS} data-parallel "
         "ranks",
-        ["lengths", "plan", "micro-steps", "over ideal", "bubble", "over bound", "plan_batch"],
+        [
+            "lengths",
+            "plan",
+            "micro-steps",
+            "over ideal",
+            "bubble",
+            "over bound",
+            "plan_batch",
+        ],
         rows,
         "Over ideal: predicted makespans / (workload / ranks / stages), - 1. Bubble: share of their time "
         "that stages wait. Over bound: above the lower bound for all plans with as many micro-steps of the "
@@ -60,10 +74,14 @@ def _table(count: int, mini_batches: int, virtual: int) -> Table:
     )
 
 
-def _row(name: str, title: str, count: int, mini_batches: int, pipeline: Pipeline) -> list[str]:
+def _row(
+    name: str, title: str, count: int, mini_batches: int, pipeline: Pipeline
+) -> list[str]:
     changes = ON_PIPELINES[title]
     plan = plan_of(name, count, mini_batches, pipeline, **changes)
-    seconds = cpu_seconds(lambda: plan_of(name, count, mini_batches, pipeline, **changes), REPETITIONS)
+    seconds = cpu_seconds(
+        lambda: plan_of(name, count, mini_batches, pipeline, **changes), REPETITIONS
+    )
     numbers = plan_statistics(plan)
     ideal = float(plan.workloads.sum()) / plan.ranks / pipeline.stages
     shares = (numbers["pipeline/predicted_time"] / ideal - 1.0, numbers["pipeline/bubble"])

@@ -37,12 +37,23 @@ class Batch:
 
     @classmethod
     def draw(
-        cls, name: str, count: int, ranks: int, seed: int, cap_over_longest: float | None = 2.0
+        cls,
+        name: str,
+        count: int,
+        ranks: int,
+        seed: int,
+        cap_over_longest: float | None = 2.0,
     ) -> "Batch":
         """cap_over_longest: None takes the cap that the adversarial lengths are made for."""
         lengths = draw(name, count, seed)
-        cap = DEFAULT_CAP if cap_over_longest is None else int(cap_over_longest * lengths.max())
-        members = np.array_split(np.random.default_rng(seed).permutation(len(lengths)), MINI_BATCHES)
+        cap = (
+            DEFAULT_CAP
+            if cap_over_longest is None
+            else int(cap_over_longest * lengths.max())
+        )
+        members = np.array_split(
+            np.random.default_rng(seed).permutation(len(lengths)), MINI_BATCHES
+        )
         return cls(lengths, ranks, cap, members)
 
     def plan(self) -> Plan:
@@ -87,7 +98,15 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
             rows.append(_step_time_row(name, count, ranks, cap_over_longest))
     return Table(
         title,
-        ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst"],
+        [
+            "lengths",
+            "sequences x ranks",
+            "cap",
+            "over ideal",
+            "lower bound",
+            "above bound, mean",
+            "worst",
+        ],
         rows,
         f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of "
         f"{MINI_BATCHES} random mini-batches, and the same for the lower bound "
@@ -97,7 +116,9 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
     )
 
 
-def _step_time_row(name: str, count: int, ranks: int, cap_over_longest: float | None) -> list[str]:
+def _step_time_row(
+    name: str, count: int, ranks: int, cap_over_longest: float | None
+) -> list[str]:
     over, least, caps = [], [], []
     for seed in SEEDS:
         batch = Batch.draw(name, count, ranks, seed, cap_over_longest)
@@ -134,7 +155,9 @@ def violations() -> Table:
         checked, violated = checked + micro_batches, violated + above
     rows = [["random", f"{RANDOM_BATCHES:,}", f"{checked:,}", str(violated), str(refused)]]
     for name in (*REALISTIC, *ADVERSARIAL):
-        counted = [_above_caps(Batch.draw(name, 4096, 32, seed, None).plan()) for seed in SEEDS]
+        counted = [
+            _above_caps(Batch.draw(name, 4096, 32, seed, None).plan()) for seed in SEEDS
+        ]
         micro_batches, above = np.sum(counted, axis=0)
         rows.append([name, str(len(SEEDS)), f"{micro_batches:,}", str(above), "0"])
     return Table(
@@ -155,13 +178,17 @@ def _random_plan(generator: np.random.Generator) -> Plan:
     return plan_batch(
         lengths,
         ranks=int(generator.integers(1, 9)),
-        mini_batches=np.array_split(generator.permutation(count), min(count, int(generator.integers(1, 4)))),
+        mini_batches=np.array_split(
+            generator.permutation(count), min(count, int(generator.integers(1, 4)))
+        ),
         max_tokens=int(generator.integers(longest, 4 * longest + 1)),
         max_sequences=None if generator.random() < 0.5 else int(generator.integers(1, 9)),
         min_count=int(generator.integers(1, 4)),
         multiple_of=int(generator.integers(1, 3)),
         cost_model=COST_MODEL if generator.random() < 0.5 else None,
-        algorithm=generator.choice(["karmarkar_karp"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]).item(),
+        algorithm=generator.choice(
+            ["karmarkar_karp"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]
+        ).item(),
         order=generator.choice(["descending", "small_ends"]).item(),
         layout=generator.choice(["packed", "packed", "padded"]).item(),
         length_multiple=multiple,
@@ -173,17 +200,24 @@ def _above_caps(plan: Plan) -> tuple[int, int]:
     sizes = round_up(plan.lengths, plan.length_multiple)
     most = plan.settings.max_sequences or len(plan.lengths)
     parts = [
-        rows for mini_batch in plan.mini_batches for step in mini_batch.micro_steps for rows in step.ranks
+        rows
+        for mini_batch in plan.mini_batches
+        for step in mini_batch.micro_steps
+        for rows in step.ranks
     ]
     above = [
-        computed_tokens(sizes[rows], plan.layout) > plan.max_tokens or len(rows) > most for rows in parts
+        computed_tokens(sizes[rows], plan.layout) > plan.max_tokens or len(rows) > most
+        for rows in parts
     ]
     return len(parts), sum(above)
 
 
 def planning_times() -> Table:
     rows = [_time_row(name, Batch.draw(name, 8192, 64, 0)) for name in REALISTIC]
-    rows += [_time_row(f"{name}, tight cap", Batch.draw(name, 8192, 64, 0, 1.0)) for name in REALISTIC]
+    rows += [
+        _time_row(f"{name}, tight cap", Batch.draw(name, 8192, 64, 0, 1.0))
+        for name in REALISTIC
+    ]
     rows += [_time_row(name, Batch.draw(name, 16384, 64, 0, None)) for name in ADVERSARIAL]
     rows += [_time_row("lognormal", Batch.draw("lognormal", 2048, 4, 0))]
     return Table(
@@ -198,6 +232,11 @@ def planning_times() -> Table:
 def _time_row(name: str, batch: Batch) -> list[str]:
     plan = batch.plan()
     sent = pickle.dumps(plan, protocol=5)
-    figures = [f"{1e3 * cpu_seconds(batch.plan, REPETITIONS):.1f} ms", f"{len(sent) / 1024:.0f} KiB"]
-    pickling = f"{1e3 * cpu_seconds(lambda: pickle.dumps(plan, protocol=5), REPETITIONS):.2f} ms"
+    figures = [
+        f"{1e3 * cpu_seconds(batch.plan, REPETITIONS):.1f} ms",
+        f"{len(sent) / 1024:.0f} KiB",
+    ]
+    pickling = (
+        f"{1e3 * cpu_seconds(lambda: pickle.dumps(plan, protocol=5), REPETITIONS):.2f} ms"
+    )
     return [name, f"{len(batch.lengths)} x {batch.ranks}", *figures, pickling]

@@ -35,7 +35,12 @@ class Batch:
 
     @classmethod
     def draw(
-        cls, responses: str, prompts: tuple[int, int], mini_batches: str, cap: float, seed: int = 0
+        cls,
+        responses: str,
+        prompts: tuple[int, int],
+        mini_batches: str,
+        cap: float,
+        seed: int = 0,
     ) -> "Batch":
         """A seeded batch; prompts are evenly spread by their logarithm."""
         generator = np.random.default_rng(seed)
@@ -65,7 +70,10 @@ class Batch:
         own = self.lengths - self.prompts
         shorter = np.minimum(own, np.append(own[:1], own[:-1])) - 1
         depths = np.random.default_rng(seed).uniform(0, share, len(own)) * shorter
-        return {"tree_order": np.arange(len(own)), "tree_depths": self.prompts + depths.astype(np.int64)}
+        return {
+            "tree_order": np.arange(len(own)),
+            "tree_depths": self.prompts + depths.astype(np.int64),
+        }
 
 
 def _responses(name: str, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -90,9 +98,12 @@ def _mini_batches(
     if name == "1":
         return [np.arange(len(groups))]
     if name == "4 by sequence":
-        return [np.sort(part) for part in np.array_split(generator.permutation(len(groups)), 4)]
+        return [
+            np.sort(part) for part in np.array_split(generator.permutation(len(groups)), 4)
+        ]
     return [
-        np.flatnonzero(np.isin(groups, part)) for part in np.array_split(generator.permutation(GROUPS), 4)
+        np.flatnonzero(np.isin(groups, part))
+        for part in np.array_split(generator.permutation(GROUPS), 4)
     ]
 
 
@@ -130,14 +141,22 @@ def _table(cap: float) -> Table:
     )
 
 
-def _row(responses: str, prompts: tuple[int, int], mini_batches: str, cap: float) -> list[str]:
+def _row(
+    responses: str, prompts: tuple[int, int], mini_batches: str, cap: float
+) -> list[str]:
     batch = Batch.draw(responses, prompts, mini_batches, cap)
     plan = batch.plan()
     grids, bound = predicted_grids(plan), lower_bound(plan)
     heaviest = sum(grid.sum(axis=0).max() for grid in grids) / bound - 1
-    above = sum(int((part.sums(plan.sizes) > plan.max_tokens).sum()) for part in plan.mini_batches)
+    above = sum(
+        int((part.sums(plan.sizes) > plan.max_tokens).sum()) for part in plan.mini_batches
+    )
     steps = ", ".join(str(part.steps) for part in plan.mini_batches)
-    figures = [f"{100 * heaviest:.2f} %", f"{100 * (step_time(grids) / bound - 1):.2f} %", str(above)]
+    figures = [
+        f"{100 * heaviest:.2f} %",
+        f"{100 * (step_time(grids) / bound - 1):.2f} %",
+        str(above),
+    ]
     return [
         responses,
         "{}..{}".format(*prompts),
@@ -149,7 +168,12 @@ def _row(responses: str, prompts: tuple[int, int], mini_batches: str, cap: float
 
 
 def _table_of_trees() -> Table:
-    rows = [_row_of_tree(name, share, cap) for name in RESPONSES for share in SHARES_ALIKE for cap in CAPS]
+    rows = [
+        _row_of_tree(name, share, cap)
+        for name in RESPONSES
+        for share in SHARES_ALIKE
+        for cap in CAPS
+    ]
     return Table(
         "Responses with a common start",
         [
@@ -177,8 +201,13 @@ def _row_of_tree(responses: str, alike: float, cap: float) -> list[str]:
     batch = Batch.draw(responses, PROMPTS[0], "1", cap)
     tree = batch.tree(alike)
     prompts, trees = batch.plan(), batch.plan(**tree)
-    times = [step_time(predicted_grids(_with_tree(plan, trees))) for plan in (prompts, trees)]
-    above = sum(int((part.sums(trees.sizes) > trees.max_tokens).sum()) for part in trees.mini_batches)
+    times = [
+        step_time(predicted_grids(_with_tree(plan, trees))) for plan in (prompts, trees)
+    ]
+    above = sum(
+        int((part.sums(trees.sizes) > trees.max_tokens).sum())
+        for part in trees.mini_batches
+    )
     seconds = cpu_seconds(lambda: batch.plan(**tree), REPETITIONS)
     return [
         responses,
@@ -200,5 +229,7 @@ def _with_tree(plan: Plan, known: Plan) -> Plan:
     assert prefixes is not None
     shared = np.zeros_like(plan.lengths)
     for part in plan.mini_batches:
-        shared[part.rows] = prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
+        shared[part.rows] = prefixes.select(part.rows).shared_tokens(
+            part.micro_batch_of_rows()
+        )
     return replace(plan, shared=shared)

@@ -31,4 +31,9 @@ class Table:
         """A heading, the note, and a table whose columns after the first are right-aligned."""
         rule = [":--", *("--:" for _ in self.columns[1:])]
         lines = [f"| {' | '.join(cells)} |" for cells in (self.columns, rule, *self.rows)]
-        return "\n\n".join(part for part in (f"## {self.title}", self.note, "\n".join(lines)) if part) + "\n"
+        return (
+            "\n\n".join(
+                part for part in (f"## {self.title}", self.note, "\n".join(lines)) if part
+            )
+            + "\n"
+        )

@@ -21,7 +21,11 @@ from tests.benchmarks.families import vision
 from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
 from tests.benchmarks.families.page import IMAGES, Outcomes, images_markdown, markdown
 from tests.benchmarks.families.published import Published, published, published_types
-from tests.benchmarks.families.published_page import PUBLISHED, published_section, replace_section
+from tests.benchmarks.families.published_page import (
+    PUBLISHED,
+    published_section,
+    replace_section,
+)
 from tests.workers.model.ranks import RankError, RankPool
 
 QUIET = {
@@ -42,12 +46,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="markdown file to write, for example docs/models.md")
-    parser.add_argument("--only", nargs="+", help="model types; all unless given")
-    parser.add_argument("--images", action="store_true", help="families that see images, with images")
-    parser.add_argument("--published", action="store_true", help="models with all fields of a config.json")
     parser.add_argument(
-        "--columns", nargs="+", help="columns of --published to measure anew; all unless given"
+        "--output", type=Path, help="markdown file to write, for example docs/models.md"
+    )
+    parser.add_argument("--only", nargs="+", help="model types; all unless given")
+    parser.add_argument(
+        "--images", action="store_true", help="families that see images, with images"
+    )
+    parser.add_argument(
+        "--published", action="store_true", help="models with all fields of a config.json"
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        help="columns of --published to measure anew; all unless given",
     )
     parser.add_argument("--results", type=Path, help="JSON file of outcomes to go on with")
     options = parser.parse_args()
@@ -58,22 +70,36 @@ def main() -> None:
         measured = read_outcomes(options.results)
         for name in options.only or families:
             outcomes = measured.get(name, {})
-            measured[name] = measure_published(ranks, engine, families[name], outcomes, options.columns)
+            measured[name] = measure_published(
+                ranks, engine, families[name], outcomes, options.columns
+            )
             report_outcomes(name, measured[name])
             write_outcomes(options.results, measured)
-        section = published_section(families, {name: measured[name] for name in families if name in measured})
-        write_page(options.output, lambda page: replace_section(page, PUBLISHED, section, before=IMAGES))
+        section = published_section(
+            families, {name: measured[name] for name in families if name in measured}
+        )
+        write_page(
+            options.output,
+            lambda page: replace_section(page, PUBLISHED, section, before=IMAGES),
+        )
     else:
         measured = read_outcomes(options.results)
-        for family in options.only or (vision.VISION_FAMILIES if options.images else causal_families()):
+        for family in options.only or (
+            vision.VISION_FAMILIES if options.images else causal_families()
+        ):
             if family in measured and not options.only:
                 continue
             measured[family] = (
-                measure_images(ranks, family) if options.images else measure(ranks, engine, family)
+                measure_images(ranks, family)
+                if options.images
+                else measure(ranks, engine, family)
             )
             report_outcomes(family, measured[family])
             write_outcomes(options.results, measured)
-        write_page(options.output, lambda page: page_with_families(page, measured, images=options.images))
+        write_page(
+            options.output,
+            lambda page: page_with_families(page, measured, images=options.images),
+        )
     ranks.stop()
     engine.stop()
 
@@ -123,13 +149,19 @@ def write_outcomes(file: Path | None, measured: dict[str, Outcomes]) -> None:
 
 
 def measure_published(
-    ranks: RankPool, engine: RankPool, family: Published, outcomes: Outcomes, columns: list[str] | None
+    ranks: RankPool,
+    engine: RankPool,
+    family: Published,
+    outcomes: Outcomes,
+    columns: list[str] | None,
 ) -> Outcomes:
     """Return the outcome of every column. engine: a process for vLLM. outcomes: what is measured already.
 
     columns: those to measure anew.
     """
-    from tests.benchmarks.families import whole  # with vLLM, for which the environment is set by now
+    from tests.benchmarks.families import (
+        whole,
+    )  # with vLLM, for which the environment is set by now
 
     order = [*whole.STAGES, "images", "engine"]
     if "all" in outcomes:  # it could not be built then
@@ -140,7 +172,9 @@ def measure_published(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         problem = _guarded(
-            lambda: Outcome("exact", reason=ranks.run(whole.build_published, 1, family, folder)[0])
+            lambda: Outcome(
+                "exact", reason=ranks.run(whole.build_published, 1, family, folder)[0]
+            )
         ).reason
         if problem:
             return {"all": Outcome("not built", reason=problem)}
@@ -151,13 +185,17 @@ def measure_published(
             elif column == "engine":
                 dtype = "bfloat16" if family.needs_bfloat16 else "float32"
                 outcomes[column] = _guarded(
-                    lambda dtype=dtype: engine.run(whole.sample_published, 1, folder, dtype)[0]
+                    lambda dtype=dtype: engine.run(
+                        whole.sample_published, 1, folder, dtype
+                    )[0]
                 )
                 if outcomes[column].verdict not in ("exact", "close"):
                     engine.stop()  # vLLM leaves process groups behind, on which the next engine would stumble
             else:
                 outcomes[column] = _guarded(
-                    lambda column=column: ranks.run(whole.train_published, 1, folder, column)[0]
+                    lambda column=column: ranks.run(
+                        whole.train_published, 1, folder, column
+                    )[0]
                 )
         return {column: outcomes[column] for column in order if column in outcomes}
 
@@ -184,11 +222,15 @@ def measure(ranks: RankPool, engine: RankPool, family: str) -> Outcomes:
     Engines read fields that a class's own defaults lack, so a family with a published config.json has its
     engine measured in that form (`--published`), not here.
     """
-    from tests.benchmarks.families.engines import send  # with vLLM, for which the environment is set by now
+    from tests.benchmarks.families.engines import (
+        send,
+    )  # with vLLM, for which the environment is set by now
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        problem = _guarded(lambda: Outcome("exact", reason=ranks.run(build, 1, family, folder)[0])).reason
+        problem = _guarded(
+            lambda: Outcome("exact", reason=ranks.run(build, 1, family, folder)[0])
+        ).reason
         if problem:
             return {"all": Outcome("not built", reason=problem)}
         outcomes = {
@@ -210,9 +252,14 @@ def measure_images(ranks: RankPool, family: str, ways: Iterable[str] = RUNS) -> 
         folder = Path(name)
         built = _guarded(lambda: ranks.run(vision.build, 1, family, folder)[0])
         if built.verdict != "exact":
-            return dict.fromkeys(ways, built) if built.verdict == "refused" else {"all": built}
+            return (
+                dict.fromkeys(ways, built) if built.verdict == "refused" else {"all": built}
+            )
         return {
-            way: _guarded(lambda run=RUNS[way]: ranks.run(compare, run.ranks, folder, run)[0]) for way in ways
+            way: _guarded(
+                lambda run=RUNS[way]: ranks.run(compare, run.ranks, folder, run)[0]
+            )
+            for way in ways
         }
 
 

@@ -28,9 +28,11 @@ def send(folder: Path) -> Outcome:
     except BallastError as error:
         return Outcome("refused", reason=str(error))
     except Exception as error:
-        lines = [line for line in str(error).strip().splitlines() if "errors.pydantic.dev" not in line] or [
-            ""
-        ]
+        lines = [
+            line
+            for line in str(error).strip().splitlines()
+            if "errors.pydantic.dev" not in line
+        ] or [""]
         return Outcome("crash", reason=f"{type(error).__name__}: {lines[-1].strip()}")
     difference = max(outcome["before"], outcome["sent"])
     if difference < LOG_PROB_TOLERANCE:
@@ -39,11 +41,15 @@ def send(folder: Path) -> Outcome:
         (AtEqualWeights.FIRST, outcome["before_mean"]),
         (AtEqualWeights.CHANGED, outcome["sent_mean"]),
     ):
-        if problem := beyond(mean, difference, PolicyConfig.max_mismatch, "float32", equal_weights):
+        if problem := beyond(
+            mean, difference, PolicyConfig.max_mismatch, "float32", equal_weights
+        ):
             return Outcome("refused", difference, problem)  # by the first step of a run
     # Before any transfer: what a run shows as its mismatch, and goes on with.
     return Outcome(
-        "close" if outcome["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own"
+        "close" if outcome["before"] > LOG_PROB_TOLERANCE else "wrong",
+        difference,
+        "the engine's own",
     )
 
 

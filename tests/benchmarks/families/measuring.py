@@ -104,21 +104,34 @@ def compare(folder: Path, run: Run, **settings: Any) -> Outcome:
     slope = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     exact = difference < TOLERANCE and slope < TOLERANCE
     return Outcome(
-        "exact" if exact else "wrong", difference, "" if exact else f"its gradient differs by {slope:.0%}"
+        "exact" if exact else "wrong",
+        difference,
+        "" if exact else f"its gradient differs by {slope:.0%}",
     )
 
 
 def sequences() -> DataProto:
     """Some, of several lengths; all tokens but the first of each are predicted."""
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(4, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
-    return DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows])
+    rows = [
+        torch.randint(4, VOCABULARY, (length,), generator=generator) for length in LENGTHS
+    ]
+    return DataProto.from_list(
+        [{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows]
+    )
 
 
 def _engine(folder: Path, run: Run, settings: dict[str, Any]) -> TrainingEngine:
-    parallel = ParallelConfig(context_parallel=run.ranks, context_parallel_method=run.method or "ulysses")
+    parallel = ParallelConfig(
+        context_parallel=run.ranks, context_parallel_method=run.method or "ulysses"
+    )
     config = ModelConfig(path=str(folder), dtype="float32", layout=run.layout, **settings)
-    options = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "parallel": parallel}
+    options = {
+        "optimizer": OptimizerConfig(),
+        "total_steps": 1,
+        "device": "cpu",
+        "parallel": parallel,
+    }
     return TrainingEngine(config, **options, check_numerics=True)
 
 

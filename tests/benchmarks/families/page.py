@@ -110,7 +110,9 @@ CAUSES = {"cohere2": ONE_TOKEN_MORE, "cohere2_moe": ONE_TOKEN_MORE}
 
 def markdown(found: dict[str, Outcomes]) -> str:
     """found: outcomes by family."""
-    built = {family: outcomes for family, outcomes in found.items() if "all" not in outcomes}
+    built = {
+        family: outcomes for family, outcomes in found.items() if "all" not in outcomes
+    }
     columns = [*RUNS, "vLLM"]
     head = HEADER.format(
         families=len(found),
@@ -119,32 +121,54 @@ def markdown(found: dict[str, Outcomes]) -> str:
         counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in columns]),
     )
     rows = [
-        [f"`{family}`", *(_cell(outcomes.get(name), CAUSES.get(family, "")) for name in columns)]
+        [
+            f"`{family}`",
+            *(_cell(outcomes.get(name), CAUSES.get(family, "")) for name in columns),
+        ]
         for family, outcomes in built.items()
     ]
-    refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
-    not_built = {
-        f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes
+    refused = {
+        row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])
     }
-    text = head + _table(["family", *columns], [row for row in rows if row[0] not in refused])
+    not_built = {
+        f"`{family}`": _first(outcomes["all"])
+        for family, outcomes in found.items()
+        if "all" in outcomes
+    }
+    text = head + _table(
+        ["family", *columns], [row for row in rows if row[0] not in refused]
+    )
     text += _listed("Refused in every layout", refused)
     return (
-        text + _listed("Not measured, because transformers cannot build a tiny text model", not_built) + "\n"
+        text
+        + _listed(
+            "Not measured, because transformers cannot build a tiny text model", not_built
+        )
+        + "\n"
     )
 
 
 def images_markdown(found: dict[str, Outcomes]) -> str:
     """The page's section on families that see images. found: outcomes by family."""
-    built = {family: outcomes for family, outcomes in found.items() if "all" not in outcomes}
+    built = {
+        family: outcomes for family, outcomes in found.items() if "all" not in outcomes
+    }
     head = IMAGES_HEADER.format(
         families=len(found),
         transformers=version("transformers"),
         counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in RUNS]),
     )
-    rows = [[f"`{family}`", *(_cell(outcomes[name]) for name in RUNS)] for family, outcomes in built.items()]
-    refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
+    rows = [
+        [f"`{family}`", *(_cell(outcomes[name]) for name in RUNS)]
+        for family, outcomes in built.items()
+    ]
+    refused = {
+        row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])
+    }
     not_built = {
-        f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes
+        f"`{family}`": _first(outcomes["all"])
+        for family, outcomes in found.items()
+        if "all" in outcomes
     }
     text = head + _table(["family", *RUNS], [row for row in rows if row[0] not in refused])
     text += _listed("Refused in every layout", refused)
@@ -175,7 +199,9 @@ VERDICTS = ("exact", "close", "refused", "crash", "wrong")
 
 
 def _counts(found: dict[str, Outcomes], name: str) -> list[str]:
-    counted = Counter(outcomes[name].verdict for outcomes in found.values() if name in outcomes)
+    counted = Counter(
+        outcomes[name].verdict for outcomes in found.values() if name in outcomes
+    )
     return [str(counted[verdict]) for verdict in VERDICTS]
 
 
@@ -187,7 +213,10 @@ def _cell(outcome: Outcome | None, cause: str = "") -> str:
         return f"{outcome.difference:.0e}"
     if outcome.verdict == "below":
         return BELOW
-    reason = next((short for part, short in SHORT.items() if part in outcome.reason), _uses(outcome.reason))
+    reason = next(
+        (short for part, short in SHORT.items() if part in outcome.reason),
+        _uses(outcome.reason),
+    )
     if reason == "differs" and cause:
         reason = cause
     size = f" {outcome.difference:.2g}" if outcome.difference is not None else ""

@@ -16,7 +16,14 @@ from transformers import AutoConfig, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.benchmarks.families.measuring import fill_zeros
-from tests.benchmarks.families.shrinking import FACTORS, LAYERS, POSITIONS, SIZES, VOCABULARY, tiny_config
+from tests.benchmarks.families.shrinking import (
+    FACTORS,
+    LAYERS,
+    POSITIONS,
+    SIZES,
+    VOCABULARY,
+    tiny_config,
+)
 from tests.benchmarks.families.vision import EDGE, LIKE, processor_for
 from tests.workers.model.tiny import save_tokenizer
 
@@ -47,7 +54,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 4, "mamba_expand": 2},
     "gemma4_text": {"num_global_key_value_heads": 2, "global_head_dim": 64},
     "granitemoehybrid": {"mamba_n_heads": 4},
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 8, "num_hidden_layers": 2},
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "mamba_dt_rank": 8,
+        "num_hidden_layers": 2,
+    },
     "kimi_linear": {
         "linear_attn_config": {
             "full_attn_layers": [2],
@@ -69,7 +81,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Sizes that follow from others, by `model_type`. DeepSeek and its kind have as many key as query heads."""
 
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_head_dim": 128}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "index_head_dim": 128,
+}
 """The sizes of a latent that vLLM has kernels for, those of DeepSeek V3, and of its selection of tokens."""
 
 
@@ -103,13 +120,20 @@ class Published:
 def published() -> dict[str, Published]:
     """Return the families by their name in docs/models.md."""
     records = json.loads(FILE.read_text(encoding="utf-8"))
-    return {name: Published(name, record["source"], record["config"]) for name, record in records.items()}
+    return {
+        name: Published(name, record["source"], record["config"])
+        for name, record in records.items()
+    }
 
 
 def published_types() -> set[str]:
     """Return every `model_type` with a published form, those of text parts too."""
     descriptions = [family.description for family in published().values()]
-    texts = [description["text_config"] for description in descriptions if "text_config" in description]
+    texts = [
+        description["text_config"]
+        for description in descriptions
+        if "text_config" in description
+    ]
     return {str(description["model_type"]) for description in (*descriptions, *texts)}
 
 
@@ -141,7 +165,11 @@ def _shrunk(description: dict[str, Any]) -> dict[str, Any]:
             tiny[name] = min(value, TINY[name])
         elif name in FACTORS and name == "initializer_range":
             tiny[name] = FACTORS[name]
-        elif name.endswith(("_token_id", "_index")) and isinstance(value, int) and value >= VOCABULARY:
+        elif (
+            name.endswith(("_token_id", "_index"))
+            and isinstance(value, int)
+            and value >= VOCABULARY
+        ):
             tiny[name] = VOCABULARY - 1 - sorted(description).index(name)
         elif name.endswith("_token_id") and isinstance(value, list):
             tiny[name] = [2]
@@ -155,14 +183,20 @@ def _shrunk(description: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         rope = tiny.get(name) or {}
         if "mrope_section" in rope:
-            head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+            head_dim = (
+                tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+            )
             half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-            tiny[name] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+            tiny[name] = rope | {
+                "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]
+            }
     return tiny | CHANGES.get(str(tiny.get("model_type")), {})
 
 
 def _layer_lists(description: dict[str, Any]) -> dict[str, list[Any]]:
-    counts = {description[name] for name in LAYERS if isinstance(description.get(name), int)}
+    counts = {
+        description[name] for name in LAYERS if isinstance(description.get(name), int)
+    }
     lists = {name: value for name, value in description.items() if isinstance(value, list)}
     return {
         name: value
@@ -175,7 +209,13 @@ def stored_dtype(description: dict[str, Any]) -> torch.dtype:
     """Return the type of the published files' weights."""
     text = description.get("text_config", description)
     name = next(
-        (part[key] for part in (description, text) for key in ("dtype", "torch_dtype") if key in part), None
+        (
+            part[key]
+            for part in (description, text)
+            for key in ("dtype", "torch_dtype")
+            if key in part
+        ),
+        None,
     )
     return getattr(torch, name or "float32")
 
@@ -193,7 +233,9 @@ def save_published(family: Published, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     processor = None
     if family.has_tower:
-        processor = processor_for(LIKE.get(family.model_type, family.model_type), config, EDGE)
+        processor = processor_for(
+            LIKE.get(family.model_type, family.model_type), config, EDGE
+        )
         description |= _token_ids(description, processor)
         text = json.dumps(description, indent=1)
         (folder / "config.json").write_text(text, encoding="utf-8")
@@ -226,7 +268,9 @@ def _token_ids(description: dict[str, Any], processor: Any) -> dict[str, int]:
     ids = {}
     for field in description:
         name = field.replace("_index", "_id")
-        token_id = getattr(processor, name, None) or getattr(processor.tokenizer, name, None)
+        token_id = getattr(processor, name, None) or getattr(
+            processor.tokenizer, name, None
+        )
         if name.endswith("_token_id") and isinstance(token_id, int):
             ids[field] = token_id
     return ids

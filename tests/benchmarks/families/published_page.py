@@ -36,25 +36,40 @@ Reasons are the messages of Ballast, transformers or vLLM themselves.
 )
 
 
-def published_section(families: dict[str, Published], found: dict[str, dict[str, Outcome]]) -> str:
+def published_section(
+    families: dict[str, Published], found: dict[str, dict[str, Outcome]]
+) -> str:
     """Write the section. found: outcomes by family and column; `all` if it could not be built."""
     built = {name: outcomes for name, outcomes in found.items() if "all" not in outcomes}
     counted = {
-        column: Counter(outcomes[column].verdict for outcomes in built.values() if column in outcomes)
+        column: Counter(
+            outcomes[column].verdict for outcomes in built.values() if column in outcomes
+        )
         for column in COLUMNS
     }
-    counts = [[column, *(str(counted[column][verdict]) for verdict in VERDICTS)] for column in COLUMNS]
+    counts = [
+        [column, *(str(counted[column][verdict]) for verdict in VERDICTS)]
+        for column in COLUMNS
+    ]
     rows = []
     for name, outcomes in built.items():
         architecture = tiny_description(families[name])["architectures"][0]
-        rows.append([name, f"`{architecture}`", *(_cell(outcomes.get(column)) for column in COLUMNS)])
+        rows.append(
+            [
+                name,
+                f"`{architecture}`",
+                *(_cell(outcomes.get(column)) for column in COLUMNS),
+            ]
+        )
     text = HEADER.format(families=len(found), counts=_table(["", *VERDICTS], counts))
     text += _table(["model", "architecture", *COLUMNS], rows)
     reasons = _reasons(families, built)
     if reasons:
         text += "\n\nReasons:\n\n" + _table(["column", "reason", "models"], reasons)
     not_built = [
-        f"- {name}: {_short(outcomes['all'].reason)}" for name, outcomes in found.items() if "all" in outcomes
+        f"- {name}: {_short(outcomes['all'].reason)}"
+        for name, outcomes in found.items()
+        if "all" in outcomes
     ]
     if not_built:
         text += "\n\nNot built:\n\n" + "\n".join(not_built)
@@ -78,10 +93,16 @@ def _cell(outcome: Outcome | None) -> str:
         return ""
     if outcome.verdict == "exact":
         return f"{outcome.difference:.0e}" if outcome.difference else "yes"
-    return f"{outcome.verdict} {outcome.difference:.2g}" if outcome.difference else outcome.verdict
+    return (
+        f"{outcome.verdict} {outcome.difference:.2g}"
+        if outcome.difference
+        else outcome.verdict
+    )
 
 
-def _reasons(families: dict[str, Published], found: dict[str, dict[str, Outcome]]) -> list[list[str]]:
+def _reasons(
+    families: dict[str, Published], found: dict[str, dict[str, Outcome]]
+) -> list[list[str]]:
     """Return a row a reason: its column, its text, and its models."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, outcomes in found.items():
@@ -91,9 +112,13 @@ def _reasons(families: dict[str, Published], found: dict[str, dict[str, Outcome]
                 continue
             cause = CAUSES.get(families[name].model_type) if column == "engine" else None
             reason = cause or _short(outcome.reason)
-            if column == "trains" or reason != _short(outcomes["trains"].reason):  # one that ends all columns
+            if column == "trains" or reason != _short(
+                outcomes["trains"].reason
+            ):  # one that ends all columns
                 names.setdefault((column, reason), []).append(name)
-    return [[column, reason, ", ".join(models)] for (column, reason), models in names.items()]
+    return [
+        [column, reason, ", ".join(models)] for (column, reason), models in names.items()
+    ]
 
 
 def _short(reason: str) -> str:

@@ -14,16 +14,33 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
-from tests.benchmarks.families.measuring import EXPECTED, TOLERANCE, Outcome, fill_zeros, named
+from tests.benchmarks.families.measuring import (
+    EXPECTED,
+    TOLERANCE,
+    Outcome,
+    fill_zeros,
+    named,
+)
 from tests.benchmarks.families.shrinking import tiny_config
-from tests.workers.vision_families import BUILDERS, byte_tokenizer, pictures, save_tiny_vision_model
+from tests.workers.vision_families import (
+    BUILDERS,
+    byte_tokenizer,
+    pictures,
+    save_tiny_vision_model,
+)
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Image
 from workers.errors import BallastError, ConfigError
@@ -31,12 +48,22 @@ from workers.images.images import digest_of, png_of
 from workers.images.placeholders import Placeholders
 from workers.model.rules.families import IMAGES_SEE_AHEAD
 
-TEXTS = (("ab{}cd and more?", (0,)), ("text only", ()), ("{}x{}yz", (0, 1)), ("again{}!", (1,)))
+TEXTS = (
+    ("ab{}cd and more?", (0,)),
+    ("text only", ()),
+    ("{}x{}yz", (0, 1)),
+    ("again{}!", (1,)),
+)
 """A text with the places of its pictures, by their numbers."""
 
 VISION_FAMILIES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 EDGE = 224  # of images with a size that the family fixes
-SIZES = {"max_position_embeddings": 8192, "depth": 2, "image_size": EDGE, "window_size": 112}
+SIZES = {
+    "max_position_embeddings": 8192,
+    "depth": 2,
+    "image_size": EDGE,
+    "window_size": 112,
+}
 SIZES |= {"out_hidden_size": 128, "embed_dim": 64}
 EDGES = {
     "llava_next": 336,
@@ -55,7 +82,9 @@ LIKE = {
 }
 """Types that transformers lists without processors of their own, and whose they use."""
 LITERAL = re.compile(r"""["'](<[^"'\s{}]{1,40}>|\[[A-Z_]+\])["']""")
-LINES = {"gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n")}  # tokens that vLLM looks up around images
+LINES = {
+    "gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+}  # tokens that vLLM looks up around images
 NAMED = re.compile(r"tokenizer\.(\w+_token)\b")
 
 
@@ -120,7 +149,10 @@ def processor_for(model_type: str, config: Any, pixels_an_edge: int) -> Any:
     """The family's processor, of default sizes, with a tokenizer that has the special tokens its source
     names.
     """
-    if model_type not in PROCESSOR_MAPPING_NAMES or model_type not in IMAGE_PROCESSOR_MAPPING_NAMES:
+    if (
+        model_type not in PROCESSOR_MAPPING_NAMES
+        or model_type not in IMAGE_PROCESSOR_MAPPING_NAMES
+    ):
         raise LookupError("transformers has no processor for it")
     found = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
     source = inspect.getsource(importlib.import_module(found.__module__))
@@ -131,7 +163,10 @@ def processor_for(model_type: str, config: Any, pixels_an_edge: int) -> Any:
         if name not in {"eos_token", "pad_token", *special}
     }
     tower = getattr(config, "vision_config", None)
-    patch, merged = getattr(tower, "patch_size", None), getattr(tower, "spatial_merge_size", None)
+    patch, merged = (
+        getattr(tower, "patch_size", None),
+        getattr(tower, "spatial_merge_size", None),
+    )
     asked = {"patch_size": patch, "merge_size": merged}
     of_images = _class_of(IMAGE_PROCESSOR_MAPPING_NAMES[model_type])()
     for name, value in asked.items():
@@ -142,21 +177,32 @@ def processor_for(model_type: str, config: Any, pixels_an_edge: int) -> Any:
             if pixels < 2000:  # others are areas
                 getattr(of_images, name)[edge] = pixels_an_edge
     literals = dict.fromkeys((*LITERAL.findall(source), *LINES.get(model_type, ())))
-    parts = {"image_processor": of_images, "tokenizer": byte_tokenizer(literals, named, **special)}
+    parts = {
+        "image_processor": of_images,
+        "tokenizer": byte_tokenizer(literals, named, **special),
+    }
     takes = inspect.signature(found.__init__).parameters
     if "video_processor" in takes and model_type in VIDEO_PROCESSOR_MAPPING_NAMES:
         parts["video_processor"] = _class_of(VIDEO_PROCESSOR_MAPPING_NAMES[model_type])()
     if "feature_extractor" in takes and model_type in FEATURE_EXTRACTOR_MAPPING_NAMES:
-        parts["feature_extractor"] = _class_of(FEATURE_EXTRACTOR_MAPPING_NAMES[model_type])()
+        parts["feature_extractor"] = _class_of(
+            FEATURE_EXTRACTOR_MAPPING_NAMES[model_type]
+        )()
     settings = {
         "patch_size": patch,
-        "num_image_tokens": (pixels_an_edge // patch) ** 2 if isinstance(patch, int) else None,
-        "vision_feature_select_strategy": getattr(config, "vision_feature_select_strategy", "default"),
+        "num_image_tokens": (pixels_an_edge // patch) ** 2
+        if isinstance(patch, int)
+        else None,
+        "vision_feature_select_strategy": getattr(
+            config, "vision_feature_select_strategy", "default"
+        ),
         "num_additional_image_tokens": 1,
         "img_size": pixels_an_edge,
         "downsample_factor": getattr(config, "downsample_factor", 1),
     }
-    made = found(**parts, **{name: value for name, value in settings.items() if name in takes})
+    made = found(
+        **parts, **{name: value for name, value in settings.items() if name in takes}
+    )
     if not hasattr(made, "image_token"):
         raise ConfigError(f"{found.__name__} has no image token")
     return made
@@ -173,15 +219,22 @@ def sequences(folder: Path) -> DataProto:
     """The texts, expanded as a run does. All tokens but the first of each are predicted."""
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     placeholders = Placeholders(processor, str(folder))
-    images = [Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures()]
+    images = [
+        Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures()
+    ]
     rows, placed = [], []
     for text, numbers in TEXTS:
-        ids = processor.tokenizer(_shown(processor, text), add_special_tokens=False, return_tensors="np")[
-            "input_ids"
-        ][0]
-        expanded, places = placeholders.expand(ids, [images[number] for number in numbers], "a text")
+        ids = processor.tokenizer(
+            _shown(processor, text), add_special_tokens=False, return_tensors="np"
+        )["input_ids"][0]
+        expanded, places = placeholders.expand(
+            ids, [images[number] for number in numbers], "a text"
+        )
         rows.append(
-            {"input_ids": torch.from_numpy(expanded).long(), "loss_mask": torch.arange(len(expanded)) > 0}
+            {
+                "input_ids": torch.from_numpy(expanded).long(),
+                "loss_mask": torch.arange(len(expanded)) > 0,
+            }
         )
         placed.append(places)
     batch = DataProto.from_list(rows)
@@ -197,11 +250,15 @@ def own_answers(folder: Path) -> tuple[Tensor, Tensor]:
     for text, numbers in TEXTS:
         given = {"images": [[shown[number] for number in numbers]]} if numbers else {}
         text = _shown(processor, text)
-        inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)
+        inputs = processor(
+            text=[text], return_tensors="pt", add_special_tokens=False, **given
+        )
         if "token_type_ids" in processor.model_input_names:
             inputs.setdefault("token_type_ids", torch.zeros_like(inputs["input_ids"]))
         logits = model(**inputs, use_cache=False).logits[0, :-1]
-        picked = logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
+        picked = (
+            logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
+        )
         parts.append(torch.cat([logits.new_zeros(1), picked]))
     if not _sees(model, inputs):
         raise ValueError("another image changes nothing")
@@ -212,9 +269,14 @@ def own_answers(folder: Path) -> tuple[Tensor, Tensor]:
 
 def _sees(model: Any, inputs: Any) -> bool:
     """Whether the last text's log-probs depend on its picture."""
-    given = [{**inputs, "pixel_values": inputs["pixel_values"] * factor} for factor in (1.0, -1.0)]
+    given = [
+        {**inputs, "pixel_values": inputs["pixel_values"] * factor}
+        for factor in (1.0, -1.0)
+    ]
     with torch.no_grad():
-        first, other = (model(**each, use_cache=False).logits[0, -1].log_softmax(-1) for each in given)
+        first, other = (
+            model(**each, use_cache=False).logits[0, -1].log_softmax(-1) for each in given
+        )
     return bool((first - other).abs().max() > 100 * TOLERANCE)
 
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from controller.algorithm.logprob_check import AtEqualWeights, beyond
 from tests.benchmarks.families.engines import is_known
-from tests.benchmarks.families.measuring import EXPECTED, RUNS, Outcome, compare, own_answers, sequences
+from tests.benchmarks.families.measuring import (
+    EXPECTED,
+    RUNS,
+    Outcome,
+    compare,
+    own_answers,
+    sequences,
+)
 from tests.benchmarks.families.published import Published, save_published, tiny_description
 from tests.workers.rollout.stand_ins import Communicator
 from tests.workers.rollout.test_transfers import (
@@ -29,7 +36,13 @@ from tests.workers.rollout.test_transfers import (
     sending,
     start_replica,
 )
-from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from workers.config.roles import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from workers.errors import BallastError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
@@ -51,7 +64,9 @@ def build_published(family: Published, folder: Path) -> str:
         save_published(family, folder)
         architecture = tiny_description(family)["architectures"][0]
         model_class = getattr(transformers, architecture)
-        model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = model_class.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         torch.save((sequences(), *own_answers(model)), folder / EXPECTED)
     except Exception as error:
         try:
@@ -69,7 +84,9 @@ def train_published(folder: Path, stage: str) -> Outcome:
 
 def _engine(folder: Path, rank: int = 0) -> TrainingEngine:
     model = ModelConfig(path=str(folder), dtype="float32", lora=LoraConfig(rank=rank))
-    return TrainingEngine(model, optimizer=OptimizerConfig(learning_rate=1e-2), total_steps=4, device="cpu")
+    return TrainingEngine(
+        model, optimizer=OptimizerConfig(learning_rate=1e-2), total_steps=4, device="cpu"
+    )
 
 
 def _step(engine: TrainingEngine) -> None:
@@ -80,7 +97,11 @@ def _step(engine: TrainingEngine) -> None:
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """Return the weights of all files of a model."""
-    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+    return {
+        name: weight
+        for file in folder.glob("*.safetensors")
+        for name, weight in load_file(file).items()
+    }
 
 
 def _saved(folder: Path) -> str:
@@ -88,14 +109,18 @@ def _saved(folder: Path) -> str:
     _engine(folder).save_pretrained(saved)
     before = json.loads((folder / "config.json").read_text())
     after = json.loads((saved / "config.json").read_text())
-    lost = [name for name in before if name not in WRITTEN and after.get(name) != before[name]]
+    lost = [
+        name for name in before if name not in WRITTEN and after.get(name) != before[name]
+    ]
     if lost:
         return f"config.json has another {', '.join(lost)}"
     expected = weights_in(folder)
     stored = weights_in(saved)
     if expected.keys() != stored.keys():
         return f"other names of weights, such as {min(expected.keys() ^ stored.keys())}"
-    different = [name for name, weight in expected.items() if not torch.equal(weight, stored[name])]
+    different = [
+        name for name, weight in expected.items() if not torch.equal(weight, stored[name])
+    ]
     return f"other values of {different[0]}" if different else ""
 
 
@@ -109,7 +134,11 @@ def _resumed(folder: Path) -> str:
     second.load_checkpoint(folder / "step-1")
     _step(second)
     expected = dict(first.named_weights())
-    different = [name for name, weight in second.named_weights() if not torch.equal(weight, expected[name])]
+    different = [
+        name
+        for name, weight in second.named_weights()
+        if not torch.equal(weight, expected[name])
+    ]
     return f"other values of {different[0]}" if different else ""
 
 
@@ -125,7 +154,9 @@ def _adapted(folder: Path) -> str:
 
 
 def _allowed(folder: Path, parallel: ParallelConfig) -> str:
-    settings = ModelConfig(path=str(folder), dtype="float32", layout="packed", forward_layout="same")
+    settings = ModelConfig(
+        path=str(folder), dtype="float32", layout="packed", forward_layout="same"
+    )
     packed = build_skeleton(settings, folder, "lm", trained=True, weights=True)
     check_model(packed, settings, parallel, head="lm", cuda=False, half=False)
     return ""
@@ -147,10 +178,18 @@ STAGES: dict[str, Callable[[Path], Outcome]] = {
     "saves": lambda folder: outcome_of(lambda: _saved(folder)),
     "resumes": lambda folder: outcome_of(lambda: _resumed(folder)),
     "LoRA": lambda folder: outcome_of(lambda: _adapted(folder)),
-    "cp": lambda folder: outcome_of(lambda: _allowed(folder, ParallelConfig(context_parallel=2))),
-    "tp": lambda folder: outcome_of(lambda: _allowed(folder, ParallelConfig(tensor_parallel=2))),
-    "pp": lambda folder: outcome_of(lambda: _allowed(folder, ParallelConfig(pipeline_parallel=2))),
-    "ep": lambda folder: outcome_of(lambda: _allowed(folder, ParallelConfig(expert_parallel=2))),
+    "cp": lambda folder: outcome_of(
+        lambda: _allowed(folder, ParallelConfig(context_parallel=2))
+    ),
+    "tp": lambda folder: outcome_of(
+        lambda: _allowed(folder, ParallelConfig(tensor_parallel=2))
+    ),
+    "pp": lambda folder: outcome_of(
+        lambda: _allowed(folder, ParallelConfig(pipeline_parallel=2))
+    ),
+    "ep": lambda folder: outcome_of(
+        lambda: _allowed(folder, ParallelConfig(expert_parallel=2))
+    ),
 }
 """What a family goes through, by column of the page."""
 
@@ -165,12 +204,16 @@ def sample_published(folder: Path, dtype: str) -> Outcome:
         policy = build_policy(str(folder), dtype=dtype)
         change_all(policy)
         policy.save_pretrained(folder / "changed")
-        policy = build_policy(str(folder / "changed"), dtype=dtype)  # as the files' type rounds it
+        policy = build_policy(
+            str(folder / "changed"), dtype=dtype
+        )  # as the files' type rounds it
         replica = start_replica(str(folder / "changed"), PLACEMENT, dtype)
         before = differences(policy, replica)
         change_all(policy)
         weights_dtype = getattr(torch, dtype)
-        with sending(policy, [replica], PLACEMENT, Communicator(1), dtype=weights_dtype) as send:
+        with sending(
+            policy, [replica], PLACEMENT, Communicator(1), dtype=weights_dtype
+        ) as send:
             send(1)
         after = differences(policy, replica)
         replica.stop()
@@ -185,12 +228,19 @@ def _judged(before: Tensor, after: Tensor, dtype: str) -> Outcome:
     largest = float(max(before.max(), after.max()))
     if largest < LOG_PROB_TOLERANCE:
         return Outcome("exact", largest)
-    for equal_weights, differing in ((AtEqualWeights.FIRST, before), (AtEqualWeights.CHANGED, after)):
+    for equal_weights, differing in (
+        (AtEqualWeights.FIRST, before),
+        (AtEqualWeights.CHANGED, after),
+    ):
         limit = PolicyConfig.max_mismatch
-        problem = beyond(float(differing.mean()), float(differing.max()), limit, dtype, equal_weights)
+        problem = beyond(
+            float(differing.mean()), float(differing.max()), limit, dtype, equal_weights
+        )
         if problem:
             return Outcome("refused", float(differing.mean()), problem)
-    return Outcome("close", float(max(before.mean(), after.mean())), f"{dtype}, mean of all tokens")
+    return Outcome(
+        "close", float(max(before.mean(), after.mean())), f"{dtype}, mean of all tokens"
+    )
 
 
 def first_line(error: Any) -> str:
@@ -199,6 +249,10 @@ def first_line(error: Any) -> str:
     pydantic's first line counts errors, and its last one names a page.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
-    reasons = [line for line in lines if "pydantic.dev" not in line and "validation error" not in line]
+    reasons = [
+        line
+        for line in lines
+        if "pydantic.dev" not in line and "validation error" not in line
+    ]
     reason = next((line for line in reasons if ":" in line or " " in line), lines[0])
     return f"{type(error).__name__}: {reason}"

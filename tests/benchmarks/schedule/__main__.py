@@ -18,7 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from tests.benchmarks.balancing.table import Table
-from tests.benchmarks.schedule.rows import SYNCHRONOUS, Result, Row, compared, measured, parts, windowed
+from tests.benchmarks.schedule.rows import (
+    SYNCHRONOUS,
+    Result,
+    Row,
+    compared,
+    measured,
+    parts,
+    windowed,
+)
 from tests.benchmarks.schedule.simulator import Record, Workload
 
 MINUTES = 15
@@ -89,7 +97,9 @@ def schedules(workload: Workload, seeds: range) -> Table:
     results = {row.name: measured(row, workload, seeds) for row in compared(workload)}
     synchronous = results[SYNCHRONOUS]
     rows = [cells(row, results[row.name], synchronous) for row in compared(workload)]
-    note = filled(NOTE, skipped=Result.SKIPPED, steps=workload.steps, groups=workload.groups)
+    note = filled(
+        NOTE, skipped=Result.SKIPPED, steps=workload.steps, groups=workload.groups
+    )
     return Table("Schedules", ["schedule", *COMPARED], rows, note)
 
 
@@ -103,7 +113,9 @@ def settings_table(workload: Workload, seeds: range) -> Table:
             row = windowed(workload, staleness, window)
             result = measured(row, workload, seeds)
             speed = result.tokens_per_second / synchronous.tokens_per_second
-            line.append(f"{speed:.2f}x, {result.mean_age:.1f} / {result.oldest} / {row.bound}")
+            line.append(
+                f"{speed:.2f}x, {result.mean_age:.1f} / {result.oldest} / {row.bound}"
+            )
         lines.append(line)
     note = "Tokens/s over the synchronous run, then mean age / oldest / bound."
     return Table("Staleness S and window f", ["f", "S = 1", "S = 2", "S = 3"], lines, note)
@@ -117,25 +129,33 @@ def tails_table(seeds: range) -> Table:
         for speed in (7_000.0, 14_000.0, 28_000.0):
             workload = Workload(sigma=sigma, train_tokens_per_second=speed)
             synchronous, ours = (
-                measured(row, workload, seeds) for row in (compared(workload)[0], windowed(workload, 2, 0.3))
+                measured(row, workload, seeds)
+                for row in (compared(workload)[0], windowed(workload, 2, 0.3))
             )
             line.append(
                 f"{ours.tokens_per_second / synchronous.tokens_per_second:.2f}x, {ours.trainer_busy:.0%}"
             )
         lines.append(line)
     note = "S = 2, f = 0.3: tokens/s over the synchronous run, and the trainer's busy share, by the trainer's tokens/s."
-    return Table("Other lengths, other trainers", ["sigma", "7,000", "14,000", "28,000"], lines, note)
+    return Table(
+        "Other lengths, other trainers", ["sigma", "7,000", "14,000", "28,000"], lines, note
+    )
 
 
 def draw(workload: Workload, path: Path) -> None:
     """The synchronous run, the drained overlap, and ours with S = 1 and 2, one above the other."""
     synchronous, drained, *_ = compared(workload)
     rows = [synchronous, drained, windowed(workload, 1, 0.3), windowed(workload, 2, 0.3)]
-    figure, panels = pyplot.subplots(len(rows), figsize=(9, 6), sharex=True, layout="constrained")
+    figure, panels = pyplot.subplots(
+        len(rows), figsize=(9, 6), sharex=True, layout="constrained"
+    )
     for row, panel in zip(rows, panels, strict=True):
         _draw_row(panel, row, row.run(workload, seed=0))
     panels[-1].set_xlabel("minutes")
-    shown = [Patch(color=ENGINES, label="samples in the engines"), Patch(color=TRAINER, label="trainer busy")]
+    shown = [
+        Patch(color=ENGINES, label="samples in the engines"),
+        Patch(color=TRAINER, label="trainer busy"),
+    ]
     figure.legend(handles=shown, loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -147,9 +167,15 @@ def _draw_row(axes: Axes, row: Row, record: Record) -> None:
     times, decoding = zip(*record.decoding, strict=True)
     minutes = [(time - start) / 60 for time in times]
     axes.fill_between(
-        minutes, [samples / slots for samples in decoding], step="post", color=ENGINES, linewidth=0
+        minutes,
+        [samples / slots for samples in decoding],
+        step="post",
+        color=ENGINES,
+        linewidth=0,
     )
-    spans = [((step.start - start) / 60, (step.end - step.start) / 60) for step in record.steps]
+    spans = [
+        ((step.start - start) / 60, (step.end - step.start) / 60) for step in record.steps
+    ]
     axes.broken_barh(spans, (-0.45, 0.35), color=TRAINER, linewidth=0)
     axes.set(xlim=(0, MINUTES), ylim=(-0.5, 1.05), yticks=(0, 1), yticklabels=("0", "full"))
     axes.set_title(row.name.strip("*"), loc="left", fontsize=10)
@@ -169,11 +195,17 @@ def main() -> None:
     workload, seeds = Workload(), range(arguments.seeds)
     if arguments.picture:
         draw(workload, arguments.picture)
-    described = filled(DESCRIBED, **vars(workload), seeds=arguments.seeds, skipped=Result.SKIPPED)
+    described = filled(
+        DESCRIBED, **vars(workload), seeds=arguments.seeds, skipped=Result.SKIPPED
+    )
     page = HEADER.format(described=described)
     page += "\n".join(
         table.markdown()
-        for table in (schedules(workload, seeds), settings_table(workload, seeds[:3]), tails_table(seeds[:3]))
+        for table in (
+            schedules(workload, seeds),
+            settings_table(workload, seeds[:3]),
+            tails_table(seeds[:3]),
+        )
     )
     if arguments.output:
         arguments.output.write_text(page, encoding="utf-8")

@@ -29,7 +29,10 @@ class WholeSteps:
 
     def admit(self) -> list[int]:
         """The steps up to `ahead` after the current one."""
-        end = min(self.workload.groups, (self._published + 1 + self.ahead) * self.workload.prompts_per_step)
+        end = min(
+            self.workload.groups,
+            (self._published + 1 + self.ahead) * self.workload.prompts_per_step,
+        )
         new = list(range(self._admitted, end))
         self._admitted = end
         return new
@@ -82,7 +85,9 @@ class GreedyWithDiscards:
     def take(self) -> list[int]:
         """The oldest finished groups; the run's last step may have fewer."""
         size = self.workload.prompts_per_step
-        is_last = self._next == self.workload.groups and len(self._finished) == len(self._admitted_at)
+        is_last = self._next == self.workload.groups and len(self._finished) == len(
+            self._admitted_at
+        )
         if len(self._finished) < size and not is_last:
             return []
         self._training = sorted(self._finished)[:size]
@@ -95,7 +100,11 @@ class GreedyWithDiscards:
         """The engines have new weights; returns the groups that are too old."""
         self._version += 1
         self._training = []
-        stale = [group for group, version in self._admitted_at.items() if self._version - version > self.eta]
+        stale = [
+            group
+            for group, version in self._admitted_at.items()
+            if self._version - version > self.eta
+        ]
         self._finished.difference_update(stale)
         for group in stale:
             del self._admitted_at[group]
@@ -136,7 +145,9 @@ def compared(workload: Workload) -> list[Row]:
     """All that are compared, the synchronous one first."""
     return [
         Row(SYNCHRONOUS, lambda: WholeSteps(workload, ahead=0), 0),
-        Row("one step ahead, drained", lambda: WholeSteps(workload, ahead=1), 1, drains=True),
+        Row(
+            "one step ahead, drained", lambda: WholeSteps(workload, ahead=1), 1, drains=True
+        ),
         windowed(workload, 1, ONE_GROUP, "in order, S = 1"),
         windowed(workload, 2, ONE_GROUP, "in order, S = 2"),
         greedy(workload, 2, 1),
@@ -183,7 +194,9 @@ def result(record: Record) -> Result:
         trainer_busy=sum(step.end - step.start for step in steady) / seconds,
         mean_length=_mean(record, trained) / float(record.lengths.mean()),
         steady_length=_mean(record, groups) / _mean(record, prompts),
-        long_length=float(np.percentile(record.lengths[trained], 99) / np.percentile(record.lengths, 99)),
+        long_length=float(
+            np.percentile(record.lengths[trained], 99) / np.percentile(record.lengths, 99)
+        ),
         mean_age=fmean(ages),
         oldest=max(ages),
         discarded=len(record.discarded) / len(record.lengths),
@@ -204,5 +217,8 @@ def _mean(record: Record, groups: range | list[int]) -> float:
 def measured(row: Row, workload: Workload, seeds: range) -> Result:
     """Medians over runs; the oldest is that of all."""
     results = [result(row.run(workload, seed)) for seed in seeds]
-    medians = {field.name: median(getattr(one, field.name) for one in results) for field in fields(Result)}
+    medians = {
+        field.name: median(getattr(one, field.name) for one in results)
+        for field in fields(Result)
+    }
     return Result(**{**medians, "oldest": max(one.oldest for one in results)})

@@ -67,7 +67,9 @@ class Engines:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._decoded = [0.0] * workload.engines
-        self._samples: list[list[tuple[float, int]]] = [[] for _ in range(workload.engines)]  # heaps
+        self._samples: list[list[tuple[float, int]]] = [
+            [] for _ in range(workload.engines)
+        ]  # heaps
         self._waiting: deque[tuple[int, int]] = deque()
 
     def submit(self, group: int, lengths: Iterable[int]) -> None:
@@ -77,7 +79,9 @@ class Engines:
 
     def _fill(self) -> None:
         while self._waiting:
-            engine = min(range(len(self._samples)), key=lambda engine: len(self._samples[engine]))
+            engine = min(
+                range(len(self._samples)), key=lambda engine: len(self._samples[engine])
+            )
             if len(self._samples[engine]) == self._workload.slots:
                 return
             group, length = self._waiting.popleft()
@@ -115,10 +119,14 @@ class Engines:
 
     def discard(self, group: int) -> float:
         """Stop the responses of a group; returns the tokens that they lack."""
-        lacking = float(sum(length for waiting, length in self._waiting if waiting == group))
+        lacking = float(
+            sum(length for waiting, length in self._waiting if waiting == group)
+        )
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != group)
         for engine, heap in enumerate(self._samples):
-            lacking += sum(end - self._decoded[engine] for end, other in heap if other == group)
+            lacking += sum(
+                end - self._decoded[engine] for end, other in heap if other == group
+            )
             self._samples[engine] = [sample for sample in heap if sample[1] != group]
             heapq.heapify(self._samples[engine])
         self._fill()
@@ -155,7 +163,9 @@ class Record:
 class Simulation:
     """One run under a policy."""
 
-    def __init__(self, policy: Policy, workload: Workload, seed: int, *, drains: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, workload: Workload, seed: int, *, drains: bool = False
+    ) -> None:
         self._policy, self._workload, self._drains = policy, workload, drains
         self._engines = Engines(workload)
         self._record = Record(workload, workload.lengths(seed))
@@ -191,9 +201,15 @@ class Simulation:
 
     def _train(self) -> None:
         """Begin a step, if the trainer is free and there is one."""
-        if self._trained_at < inf or self._to_publish or not (groups := self._policy.take()):
+        if (
+            self._trained_at < inf
+            or self._to_publish
+            or not (groups := self._policy.take())
+        ):
             return
-        self._trained_at = self._now + self._record.tokens(groups) / self._workload.train_tokens_per_second
+        self._trained_at = (
+            self._now + self._record.tokens(groups) / self._workload.train_tokens_per_second
+        )
         ages = [self._version - self._admitted_at[group] for group in groups]
         self._record.steps.append(Step(self._now, self._trained_at, groups, ages))
 
@@ -208,4 +224,6 @@ class Simulation:
         self._now += self._workload.update_seconds
         self._version, self._to_publish = self._version + 1, False
         for group in self._policy.weights_updated() or ():
-            self._record.discarded[group] = self._record.tokens([group]) - self._engines.discard(group)
+            self._record.discarded[group] = self._record.tokens(
+                [group]
+            ) - self._engines.discard(group)

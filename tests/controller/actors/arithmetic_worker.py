@@ -28,7 +28,9 @@ class ArithmeticWorker(Worker):
 
     @dispatch(Split.ALL)
     def interface(self) -> tuple[str | None, str | None]:
-        return interface_of(self.address()[0], addresses()), os.environ.get("GLOO_SOCKET_IFNAME")
+        return interface_of(self.address()[0], addresses()), os.environ.get(
+            "GLOO_SOCKET_IFNAME"
+        )
 
     @dispatch(Split.ALL)
     def double(self, value: int) -> int:
@@ -40,12 +42,19 @@ class ArithmeticWorker(Worker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def large(self) -> tuple[np.ndarray | None, Metrics]:
-        return (np.arange(5) if self.coordinates.index == 0 else None), {"ranks": Metric.sum(1)}
+        return (np.arange(5) if self.coordinates.index == 0 else None), {
+            "ranks": Metric.sum(1)
+        }
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("doubled",))
     def doubled(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        block = DataProto(batch.lengths.numpy(), {"doubled": 2 * batch.tokens["input_ids"].numpy()})
-        return block, {"rows": Metric.sum(len(plan.rows)), "tokens": Metric.sum(batch.num_tokens)}
+        block = DataProto(
+            batch.lengths.numpy(), {"doubled": 2 * batch.tokens["input_ids"].numpy()}
+        )
+        return block, {
+            "rows": Metric.sum(len(plan.rows)),
+            "tokens": Metric.sum(batch.num_tokens),
+        }
 
     @dispatch(Split.ALL)
     def fail_on(self, index: int) -> None:
@@ -68,4 +77,7 @@ class OnTwoNodes(ArithmeticWorker):
 
 def addresses() -> dict[str, list[str]]:
     """The addresses of every interface of this machine."""
-    return {name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()}
+    return {
+        name: [each.address for each in found]
+        for name, found in psutil.net_if_addrs().items()
+    }

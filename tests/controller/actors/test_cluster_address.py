@@ -13,7 +13,12 @@ import grpc
 import pytest
 
 from controller.actors import cluster_address
-from controller.actors.cluster_address import CLUSTER_ID, HEALTH, check_cluster, set_local_token
+from controller.actors.cluster_address import (
+    CLUSTER_ID,
+    HEALTH,
+    check_cluster,
+    set_local_token,
+)
 from controller.config import load
 from controller.fit import main
 
@@ -29,7 +34,9 @@ class HeadNode(grpc.GenericRpcHandler):
     def __init__(self, *methods: str, token: str = "") -> None:
         self.methods, self.token = methods, token
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
         method = handler_call_details.method
         sent = dict(handler_call_details.invocation_metadata).get("authorization")
         refused = method == CLUSTER_ID and self.token and sent != f"Bearer {self.token}"
@@ -39,7 +46,9 @@ class HeadNode(grpc.GenericRpcHandler):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
             return b""
 
-        return grpc.unary_unary_rpc_method_handler(answer) if method in self.methods else None
+        return (
+            grpc.unary_unary_rpc_method_handler(answer) if method in self.methods else None
+        )
 
 
 @contextmanager
@@ -67,7 +76,9 @@ def refused(capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
     loaded = set(sys.modules)
     code = main(["--config", "config.yaml", *overrides])
     shown = capfd.readouterr()
-    assert (code, len(shown.err.splitlines()), shown.out) == (2, 1, "") and not Path("runs").exists()
+    assert (code, len(shown.err.splitlines()), shown.out) == (2, 1, "") and not Path(
+        "runs"
+    ).exists()
     assert "ray" not in set(sys.modules) - loaded
     return shown.err
 
@@ -75,7 +86,10 @@ def refused(capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
 @pytest.mark.parametrize("name", ["RAY_ADDRESS", "resources.ray_address"])
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "http://head:8265"])
 def test_an_address_of_another_form_is_a_wrong_configuration(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str, name: str
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    name: str,
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address if name == "RAY_ADDRESS" else "")
     overrides = [] if name == "RAY_ADDRESS" else [f"{name}={address}"]
@@ -92,7 +106,9 @@ def test_an_address_where_no_ray_answers_is_named(
             capfd, f"resources.ray_address={silent}"
         )
     for nobody in (silent, "nowhere.invalid:6379"):
-        assert f"={nobody}: no Ray head node answers (" in refused(capfd, f"resources.ray_address={nobody}")
+        assert f"={nobody}: no Ray head node answers (" in refused(
+            capfd, f"resources.ray_address={nobody}"
+        )
     with serving(HeadNode("/some.Other/Method")) as address:
         assert "(UNIMPLEMENTED" in refused(capfd, f"resources.ray_address={address}")
 
@@ -104,7 +120,10 @@ def test_an_address_where_no_ray_answers_is_named(
         ({"RAY_AUTH_MODE": ""}, "without RAY_AUTH_MODE none is sent"),
         ({"RAY_AUTH_TOKEN": "e" * 64}, "RAY_AUTH_TOKEN holds another"),
         ({"RAY_AUTH_TOKEN_PATH": "token"}, "token holds another"),
-        ({"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled sends none"),
+        (
+            {"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"},
+            "RAY_AUTH_MODE=disabled sends none",
+        ),
     ],
 )
 def test_a_token_that_is_missing_or_wrong_is_one_line(

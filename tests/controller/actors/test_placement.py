@@ -20,7 +20,13 @@ BUNDLE = {"CPU": 0.5, "GPU": 1.0}
 
 
 def pool_of(bundles: int, *groups: int, engines: int = 0, engine_ranks: int = 1) -> Pool:
-    return Pool("training", (BUNDLE,) * bundles, groups=groups, engines=engines, engine_ranks=engine_ranks)
+    return Pool(
+        "training",
+        (BUNDLE,) * bundles,
+        groups=groups,
+        engines=engines,
+        engine_ranks=engine_ranks,
+    )
 
 
 def nodes_of_ranks(pool: Pool, nodes: list[int]) -> list[int]:
@@ -37,7 +43,11 @@ def gpu_config(*, ranks: int, cp: int = 1, tp: int = 1, replicate: int = 1) -> C
     config = Config()
     config.resources.device, config.policy.data_parallel = "cuda", ranks
     parallel = config.policy.parallel
-    parallel.context_parallel, parallel.tensor_parallel, parallel.replicate = cp, tp, replicate
+    parallel.context_parallel, parallel.tensor_parallel, parallel.replicate = (
+        cp,
+        tp,
+        replicate,
+    )
     return config
 
 
@@ -53,11 +63,21 @@ def placed_pools(draw: st.DrawFn) -> tuple[Pool, list[int], list[int]]:
     groups = (tensor, tensor * context, tensor * context * shard)
     total = groups[-1] * copies * draw(st.integers(1, 4))
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
-    counts = [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True) if stop > start]
-    nodes = draw(st.permutations([node for node, count in enumerate(counts) for _ in range(count)]))
+    counts = [
+        stop - start
+        for start, stop in zip([0, *cuts], [*cuts, total], strict=True)
+        if stop > start
+    ]
+    nodes = draw(
+        st.permutations([node for node, count in enumerate(counts) for _ in range(count)])
+    )
     engine = draw(st.sampled_from([1, *groups]))
     engines = draw(st.integers(0, room_for(counts, engine)))
-    return pool_of(total, *groups, engines=engines, engine_ranks=engine), counts, list(nodes)
+    return (
+        pool_of(total, *groups, engines=engines, engine_ranks=engine),
+        counts,
+        list(nodes),
+    )
 
 
 @given(placed_pools())
@@ -99,7 +119,9 @@ def test_an_engine_is_refused_only_where_no_assignment_has_it_on_one_node(
 ) -> None:
     """Also where its GPUs neither divide a group nor are made of whole ones."""
     total = sum(counts) // group * group
-    nodes = data.draw(st.permutations([n for n, count in enumerate(counts) for _ in range(count)]))[:total]
+    nodes = data.draw(
+        st.permutations([n for n, count in enumerate(counts) for _ in range(count)])
+    )[:total]
     got = [nodes.count(node) for node in range(len(counts))]
     engines = data.draw(st.integers(0, total // engine))
     pool = pool_of(total, group, engines=engines, engine_ranks=engine)
@@ -111,7 +133,9 @@ def test_an_engine_is_refused_only_where_no_assignment_has_it_on_one_node(
         assert groups_on_several_nodes(shared, engine) == []
 
 
-def test_groups_keep_their_nodes_where_a_few_engines_of_another_size_can_have_theirs() -> None:
+def test_groups_keep_their_nodes_where_a_few_engines_of_another_size_can_have_theirs() -> (
+    None
+):
     nodes = [0, 1] * 6
     found = nodes_of_ranks(pool_of(12, 6, engines=1, engine_ranks=4), nodes)
     assert groups_on_several_nodes(found, 6) == []
@@ -139,7 +163,11 @@ def test_the_training_pool_knows_its_groups_and_engines() -> None:
     config = gpu_config(ranks=8, cp=2, tp=4, replicate=4)
     config.rollout.replicas, config.rollout.tensor_parallel = 16, 4
     pool = training_pool(config)
-    assert pool.groups == (4, 8, 16)  # a tp group, the ranks that share sequences, a copy of the model
+    assert pool.groups == (
+        4,
+        8,
+        16,
+    )  # a tp group, the ranks that share sequences, a copy of the model
     assert (pool.engines, pool.engine_ranks) == (16, 4)
     config.rollout.placement = "apart"
     assert training_pool(config).engines == 0
@@ -152,7 +180,9 @@ def test_the_dry_run_places_ranks_as_a_run_does() -> None:
     config = gpu_config(ranks=3, cp=2)
     config.rollout.placement = "apart"
     placed = place(config, Cluster(nodes=3, cpus=64, gpus=3, gpu_gib=80)).pools["training"]
-    assert placed == (0, 0, 1, 1, 0, 1), "nodes of 3 GPUs: two pairs are whole, the third has what is left"
+    assert placed == (0, 0, 1, 1, 0, 1), (
+        "nodes of 3 GPUs: two pairs are whole, the third has what is left"
+    )
 
 
 def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,20 +199,28 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
     make = engine_actors.engine_maker(config, bundles, requests["rollout"], devices, b"")
     for replica in range(2):
         make(replica, 0)
-    assert [options["scheduling_strategy"].placement_group_bundle_index for options in asked] == [3, 2]
-    variables = [options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for options in asked]
+    assert [
+        options["scheduling_strategy"].placement_group_bundle_index for options in asked
+    ] == [3, 2]
+    variables = [
+        options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for options in asked
+    ]
     assert variables == ["5,4", "7,6"]
 
 
 def test_actors_of_a_rank_share_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("controller.actors.worker_group.ray.remote", lambda actor_class: Recorder(asked))
+    monkeypatch.setattr(
+        "controller.actors.worker_group.ray.remote", lambda actor_class: Recorder(asked)
+    )
     monkeypatch.setattr("controller.actors.worker_group.ray.kill", lambda actor: None)
     monkeypatch.setattr(WorkerGroup, "_start", lambda self, *timeouts_s: None)
     bundles = Reservation(object(), (2, 0, 3, 1))
     for role in ("policy", "reference"):
         WorkerGroup(role, object, bundles, Share(0.25, 0.5), dp=2, tp=2)
-    indices = [options["scheduling_strategy"].placement_group_bundle_index for options in asked]
+    indices = [
+        options["scheduling_strategy"].placement_group_bundle_index for options in asked
+    ]
     assert indices == [2, 0, 3, 1] * 2
 
 

@@ -24,14 +24,22 @@ LONG = 3_000
 
 def rows(count: int, ids: list[int]) -> list[dict[str, np.ndarray]]:
     """A prompt of two tokens and LONG of a response, the last of which say which it is."""
-    found = [np.array([*ids[:2], *[ids[0]] * (LONG - 1), ids[row]], np.int32) for row in range(count)]
+    found = [
+        np.array([*ids[:2], *[ids[0]] * (LONG - 1), ids[row]], np.int32)
+        for row in range(count)
+    ]
     versions = np.array([-1, -1, *[0] * LONG], np.int32)
     return [{"input_ids": each, "weight_versions": versions} for each in found]
 
 
 @pytest.mark.parametrize(
     ("parts", "environment"),
-    [({"mean": 9.0}, None), ({"mean": 9.0}, {}), ({}, {"std": 1.0}), ({"format": 1.0}, {"format": 0.0})],
+    [
+        ({"mean": 9.0}, None),
+        ({"mean": 9.0}, {}),
+        ({}, {"std": 1.0}),
+        ({"format": 1.0}, {"format": 0.0}),
+    ],
 )
 def test_the_first_sample_with_a_reserved_part_ends_the_run(
     parts: dict[str, float], environment: dict[str, float] | None
@@ -41,17 +49,25 @@ def test_the_first_sample_with_a_reserved_part_ends_the_run(
     played = None if environment is None else Score(1.0, "", environment)
     with pytest.raises(DataError, match="reward part"):
         pool.join_scores(
-            [SampleResult("a", 0, 2, 3, "stop", 0, environment=played)], [Score(0.25, "", parts)]
+            [SampleResult("a", 0, 2, 3, "stop", 0, environment=played)],
+            [Score(0.25, "", parts)],
         )
     tools = Score(1.0, "", dict.fromkeys((*TOOL_PARTS, "agent"), 1.0))
     pool.join_scores(
-        [SampleResult("a", 0, 2, 3, "stop", 0, environment=tools)], [Score(0.25, "", {"exact": 1.0})]
+        [SampleResult("a", 0, 2, 3, "stop", 0, environment=tools)],
+        [Score(0.25, "", {"exact": 1.0})],
     )
 
 
-def test_long_texts_stay_with_the_tokens_and_outlive_their_reward_worker(stand_in_folder: Path) -> None:
-    last = RewardFunction("last", 1.0, cloudpickle.dumps(lambda response: int(response[-1])), ())
-    pool = RewardPool([last], str(stand_in_folder / "model"), RewardConfig(workers=1), cpus=0.1)
+def test_long_texts_stay_with_the_tokens_and_outlive_their_reward_worker(
+    stand_in_folder: Path,
+) -> None:
+    last = RewardFunction(
+        "last", 1.0, cloudpickle.dumps(lambda response: int(response[-1])), ()
+    )
+    pool = RewardPool(
+        [last], str(stand_in_folder / "model"), RewardConfig(workers=1), cpus=0.1
+    )
     ids = pool._tokenizer.convert_tokens_to_ids(list("0123"))
     block = ray.put(DataProto.from_rows(rows(4, ids)))
     results = [SampleResult("a", row, 2, LONG, "stop", 0, row=row) for row in range(4)]
@@ -64,8 +80,12 @@ def test_long_texts_stay_with_the_tokens_and_outlive_their_reward_worker(stand_i
     assert len(pickle.dumps(scores)) < LONG
     ray.kill(pool._actors[0], no_restart=False)
 
-    rollout = assemble([(result, block) for result in results], scores).with_texts(2, pool.read)
-    texts = [row["response"] for row in rollout.examples(2, lambda uid: {}, characters=2 * LONG)]
+    rollout = assemble([(result, block) for result in results], scores).with_texts(
+        2, pool.read
+    )
+    texts = [
+        row["response"] for row in rollout.examples(2, lambda uid: {}, characters=2 * LONG)
+    ]
     assert texts == ["0" * (LONG - 1) + str(row) for row in range(2)]
 
     everything = pool.begin()

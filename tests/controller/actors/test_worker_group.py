@@ -24,7 +24,9 @@ from workers.errors import ResourceError, WorkerError
 @pytest.fixture(scope="module")
 def group(ray_session) -> Iterator[WorkerGroup]:
     bundles = reserve(Pool("arithmetic", ({"CPU": 0.5},) * 4), 30)
-    group = WorkerGroup("arithmetic", ArithmeticWorker, bundles, Share(0.5), dp=2, tp=2, timeout_s=120)
+    group = WorkerGroup(
+        "arithmetic", ArithmeticWorker, bundles, Share(0.5), dp=2, tp=2, timeout_s=120
+    )
     yield group
     group.stop()
     bundles.release()
@@ -34,10 +36,14 @@ def group(ray_session) -> Iterator[WorkerGroup]:
 @pytest.mark.parametrize("threads", [0, 3])
 def test_the_ranks_of_a_node_share_its_cores(ray_session, threads: int) -> None:
     bundles = reserve(Pool("nodes", ({"CPU": 0.5},) * 3), 30)
-    group = WorkerGroup("nodes", OnTwoNodes, bundles, Share(0.5), dp=3, arguments={"threads": threads})
+    group = WorkerGroup(
+        "nodes", OnTwoNodes, bundles, Share(0.5), dp=3, arguments={"threads": threads}
+    )
     try:
         cores = len(os.sched_getaffinity(0))
-        assert group.threads() == ([threads] * 3 if threads else [max(1, cores // 2)] * 2 + [cores])
+        assert group.threads() == (
+            [threads] * 3 if threads else [max(1, cores // 2)] * 2 + [cores]
+        )
     finally:
         group.stop()
         bundles.release()
@@ -52,20 +58,32 @@ def test_settings_of_offload_reach_the_ranks_that_train(tmp_path: Path, value: s
         "resources.device=cuda",
     ]
     config = load(write_workspace(tmp_path), overrides)
-    policy, reference = worker_arguments(config, "policy"), worker_arguments(config, "reference")
-    assert (policy["cpu_offload"], policy["optimizer_offload"]) == (value == "all", value == "optimizer")
+    policy, reference = (
+        worker_arguments(config, "policy"),
+        worker_arguments(config, "reference"),
+    )
+    assert (policy["cpu_offload"], policy["optimizer_offload"]) == (
+        value == "all",
+        value == "optimizer",
+    )
     assert reference["cpu_offload"]
     assert "optimizer_offload" not in reference
 
 
 def batch_of(lengths: list[int]) -> RemoteBatch:
     """Rows of 0, 1, 2, ... in one block."""
-    block = DataProto.from_rows([{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)])
-    return RemoteBatch.of_block(ray.put(block), {"length": np.array(lengths)}, ["input_ids"])
+    block = DataProto.from_rows(
+        [{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)]
+    )
+    return RemoteBatch.of_block(
+        ray.put(block), {"length": np.array(lengths)}, ["input_ids"]
+    )
 
 
 def test_actors_have_readable_names(group: WorkerGroup) -> None:
-    assert group.names == [f"arithmetic dp={dp} tp={tp}" for dp in range(2) for tp in range(2)]
+    assert group.names == [
+        f"arithmetic dp={dp} tp={tp}" for dp in range(2) for tp in range(2)
+    ]
     assert len({facts["pid"] for facts in group.facts()}) == 4
     assert ray.get_actor("arithmetic dp=1 tp=0") is not None
 
@@ -90,8 +108,12 @@ def test_calls_to_all_to_rank_zero_and_by_reference(group: WorkerGroup) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 2, 5, 4], [7], [2, 2, 2, 2, 2, 2, 2]])
-def test_a_batch_under_a_plan_comes_back_in_its_order(group: WorkerGroup, lengths: list[int]) -> None:
-    plan = plan_batch(lengths, ranks=2, mini_batches=[np.arange(len(lengths))], max_tokens=8)
+def test_a_batch_under_a_plan_comes_back_in_its_order(
+    group: WorkerGroup, lengths: list[int]
+) -> None:
+    plan = plan_batch(
+        lengths, ranks=2, mini_batches=[np.arange(len(lengths))], max_tokens=8
+    )
     batch = batch_of(lengths)
     result = group.doubled(batch, plan)
     assert result.metrics["rows"].value == len(lengths)
@@ -113,7 +135,9 @@ def test_an_unknown_method_is_named(group: WorkerGroup) -> None:
 
 def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
     bundles = reserve(Pool("failing", ({"CPU": 0.5},) * 2), 30)
-    group = WorkerGroup("failing", ArithmeticWorker, bundles, Share(0.5), dp=2, timeout_s=120)
+    group = WorkerGroup(
+        "failing", ArithmeticWorker, bundles, Share(0.5), dp=2, timeout_s=120
+    )
     try:
         with pytest.raises(
             WorkerError,
@@ -122,7 +146,8 @@ def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
             group.fail_on(1)
         late: Callable = group.double.remote(1).result
         with pytest.raises(
-            WorkerError, match=r"failing\.double did not finish within 0\.5 s on failing dp=0"
+            WorkerError,
+            match=r"failing\.double did not finish within 0\.5 s on failing dp=0",
         ):
             late(timeout_s=0.5)
         with pytest.raises(LookupError, match="seen while waiting"):
@@ -145,8 +170,13 @@ def test_a_wait_for_lost_ranks_may_end_between_two_looks_at_the_clock(
     """The last moment of the wait is there at one look, and over at the next."""
     refs = [fail_or_hang.remote(True), fail_or_hang.remote(False)]
     times = iter([0.0, LOST_SECONDS - 1e-6, LOST_SECONDS + 1e-6])
-    monkeypatch.setattr("controller.actors.worker_group.time", SimpleNamespace(monotonic=lambda: next(times)))
-    with pytest.raises(WorkerError, match=r"rank 0 failed in the call: RuntimeError.*out of cheese"):
+    monkeypatch.setattr(
+        "controller.actors.worker_group.time",
+        SimpleNamespace(monotonic=lambda: next(times)),
+    )
+    with pytest.raises(
+        WorkerError, match=r"rank 0 failed in the call: RuntimeError.*out of cheese"
+    ):
         GroupFuture("the call", ["rank 0", "rank 1"], refs, lambda: None).result()
     ray.cancel(refs[1], force=True)
 
@@ -157,7 +187,8 @@ def raise_what_was_seen() -> None:
 
 def test_missing_resources_are_named(ray_session) -> None:
     with pytest.raises(
-        ResourceError, match=r"'huge'.*492 CPU missing in the whole cluster.*free of 8.*policy.data_parallel"
+        ResourceError,
+        match=r"'huge'.*492 CPU missing in the whole cluster.*free of 8.*policy.data_parallel",
     ):
         reserve(Pool("huge", ({"CPU": 250.0},) * 2), 30)
     with pytest.raises(ResourceError, match="1 GPU missing in the whole cluster"):

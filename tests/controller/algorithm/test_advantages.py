@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.algorithm.advantages import ESTIMATORS, estimate, has_signal, maxrl, pass_at_k, whiten
+from controller.algorithm.advantages import (
+    ESTIMATORS,
+    estimate,
+    has_signal,
+    maxrl,
+    pass_at_k,
+    whiten,
+)
 from controller.config import Config
 from controller.config.file import settings as settings_of
 from tests.refusals import refused
@@ -58,7 +65,9 @@ def reinforce_plus_plus_by_paper(rows: list[Row], row: Row) -> float:
 
 
 def reinforce_plus_plus_baseline_by_paper(rows: list[Row], row: Row) -> float:
-    return of_tokens(rows, [dr_grpo_by_paper(rows, other) for other in rows], dr_grpo_by_paper(rows, row))
+    return of_tokens(
+        rows, [dr_grpo_by_paper(rows, other) for other in rows], dr_grpo_by_paper(rows, row)
+    )
 
 
 def remax_by_paper(rows: list[Row], row: Row) -> float:
@@ -81,7 +90,9 @@ def pass_at_k_by_paper(rows: list[Row], row: Row, k: int) -> float:
     best = [max(rewards_of(list(subset))) for subset in subsets]
     mean, std = statistics.fmean(best), statistics.pstdev(best)
     own = [
-        (b - mean) / (std + EPSILON) for b, s in zip(best, subsets, strict=True) if any(m is row for m in s)
+        (b - mean) / (std + EPSILON)
+        for b, s in zip(best, subsets, strict=True)
+        if any(m is row for m in s)
     ]
     return statistics.fmean(own)
 
@@ -105,7 +116,11 @@ BY_PAPER: dict[str, Callable[[list[Row], Row], float]] = {
 }
 # Multiples of 1/8: sums of them are exact, so that a group of equal rewards has a deviation of exactly 0.
 REWARD = st.integers(0, 64).map(lambda eighths: eighths / 8)
-ROWS = st.lists(st.tuples(st.integers(0, 4), REWARD, st.integers(1, 20), REWARD), min_size=1, max_size=30)
+ROWS = st.lists(
+    st.tuples(st.integers(0, 4), REWARD, st.integers(1, 20), REWARD),
+    min_size=1,
+    max_size=30,
+)
 
 
 def batch_of(rows: list[Row]) -> dict[str, np.ndarray]:
@@ -125,12 +140,20 @@ def test_every_estimator_has_a_reference() -> None:
 @settings(max_examples=40, deadline=None)
 @given(rows=ROWS, k=st.integers(1, 4))
 def test_the_paper_row_by_row(name: str, rows: list[Row], k: int) -> None:
-    rows = [tuple(row) for row in map(list, rows)]  # equal rows are still different sequences
+    rows = [
+        tuple(row) for row in map(list, rows)
+    ]  # equal rows are still different sequences
     advantages = estimate(name, batch_of(rows), k=k)
-    by_paper = functools.partial(pass_at_k_by_paper, k=k) if name == "pass_at_k" else BY_PAPER[name]
+    by_paper = (
+        functools.partial(pass_at_k_by_paper, k=k)
+        if name == "pass_at_k"
+        else BY_PAPER[name]
+    )
     assert advantages.dtype == np.float64
     # Deviations near 0 make the division by them the larger part of the error.
-    np.testing.assert_allclose(advantages, [by_paper(rows, row) for row in rows], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        advantages, [by_paper(rows, row) for row in rows], rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", BY_PAPER)
@@ -140,8 +163,12 @@ def test_v4_row_order_carries_no_meaning(name: str, rows: list[Row], rng) -> Non
     order = list(range(len(rows)))
     rng.shuffle(order)
     batch = batch_of(rows)
-    shuffled = estimate(name, {column: values[order] for column, values in batch.items()}, k=3)
-    np.testing.assert_allclose(shuffled, estimate(name, batch, k=3)[order], rtol=1e-9, atol=1e-9)
+    shuffled = estimate(
+        name, {column: values[order] for column, values in batch.items()}, k=3
+    )
+    np.testing.assert_allclose(
+        shuffled, estimate(name, batch, k=3)[order], rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "maxrl"])
@@ -165,21 +192,32 @@ GROUP = {"group_number": np.zeros(4, int), "reward": np.array([1.0, 0.0, 0.0, 0.
     ],
 )
 def test_estimators_by_hand(name: str, expected: list[float]) -> None:
-    batch = GROUP | {"tokens": np.array([30, 10, 10, 10]), "greedy_reward": np.full(4, 0.25)}
+    batch = GROUP | {
+        "tokens": np.array([30, 10, 10, 10]),
+        "greedy_reward": np.full(4, 0.25),
+    }
     assert estimate(name, batch, k=2) == pytest.approx(expected, rel=1e-5)
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
     # Of 4 tokens one has reward 1: mean 1/4, deviation sqrt(3)/4.
-    batch = {"group_number": np.array([0, 1]), "reward": np.array([1.0, 0.0]), "tokens": np.array([1, 3])}
-    assert estimate("reinforce_plus_plus", batch) == pytest.approx([3**0.5, -(3**-0.5)], rel=1e-5)
+    batch = {
+        "group_number": np.array([0, 1]),
+        "reward": np.array([1.0, 0.0]),
+        "tokens": np.array([1, 3]),
+    }
+    assert estimate("reinforce_plus_plus", batch) == pytest.approx(
+        [3**0.5, -(3**-0.5)], rel=1e-5
+    )
     assert estimate("reinforce_plus_plus_baseline", batch).tolist() == [0.0, 0.0]
 
 
 def test_pass_at_k_of_one_is_grpo_with_the_deviation_of_the_population() -> None:
     rewards = np.array([1.0, 3.0, 4.0, 8.0])
     expected = (rewards - rewards.mean()) / rewards.std()
-    assert pass_at_k(rewards, GROUP["group_number"], k=1, epsilon=0.0) == pytest.approx(expected)
+    assert pass_at_k(rewards, GROUP["group_number"], k=1, epsilon=0.0) == pytest.approx(
+        expected
+    )
 
 
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:
@@ -197,14 +235,20 @@ def test_what_cannot_be_estimated_is_refused() -> None:
 
 
 def test_signal_is_a_property_of_the_group() -> None:
-    signal = has_signal(np.array([1.0, 0.5, 1.0, 0.5, 0.5]), np.array(["a", "b", "a", "b", "c"]))
+    signal = has_signal(
+        np.array([1.0, 0.5, 1.0, 0.5, 0.5]), np.array(["a", "b", "a", "b", "c"])
+    )
     assert signal.tolist() == [False] * 5
-    signal = has_signal(np.array([1.0, 0.5, 0.0, 0.5, 0.5]), np.array(["a", "b", "a", "b", "c"]))
+    signal = has_signal(
+        np.array([1.0, 0.5, 0.0, 0.5, 0.5]), np.array(["a", "b", "a", "b", "c"])
+    )
     assert signal.tolist() == [True, False, True, False, False]
 
 
 def test_the_settings_offer_estimators_that_are_there() -> None:
-    (setting,) = [found for found in settings_of(Config()) if found.key == "algorithm.advantage"]
+    (setting,) = [
+        found for found in settings_of(Config()) if found.key == "algorithm.advantage"
+    ]
     assert set(setting.choices) == set(ESTIMATORS) | {
         "gae",
         "gigpo",

@@ -28,7 +28,10 @@ from workers.model.losses.returns import discounts, gae, token_rewards
 SAMPLES = st.lists(  # turns of each sample: tokens, reward, state, and whether a row ends behind it
     st.lists(
         st.tuples(
-            st.integers(1, 4), st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.integers(0, 2), st.booleans()
+            st.integers(1, 4),
+            st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
+            st.integers(0, 2),
+            st.booleans(),
         ),
         min_size=1,
         max_size=4,
@@ -36,10 +39,16 @@ SAMPLES = st.lists(  # turns of each sample: tokens, reward, state, and whether 
     min_size=1,
     max_size=6,
 )
-EPISODE = ["rollout.environment=env.py:Scores", "rollout.max_turns=3", "algorithm.loss.name=reinforce"]
+EPISODE = [
+    "rollout.environment=env.py:Scores",
+    "rollout.max_turns=3",
+    "algorithm.loss.name=reinforce",
+]
 
 
-def batch_of(samples: list[Any], rewards: list[float], *, branches: bool = False) -> RemoteBatch:
+def batch_of(
+    samples: list[Any], rewards: list[float], *, branches: bool = False
+) -> RemoteBatch:
     """Rows of samples, two of a group, cut behind the turns that say so if there are branches."""
     rows: list[tuple[int, int]] = []
     for number, turns in enumerate(samples):
@@ -50,8 +59,14 @@ def batch_of(samples: list[Any], rewards: list[float], *, branches: bool = False
         rows += [(number, count) for count in counts if count]
     sample, tokens = np.array(rows).T
     credit = object_column([tuple(turn[:3] for turn in turns) for turns in samples])
-    columns = {"sample_number": sample, "response_tokens": tokens, "group_number": sample // 2}
-    return RemoteBatch(columns | {"credit": credit[sample], "reward": np.array(rewards)[sample]}, {})
+    columns = {
+        "sample_number": sample,
+        "response_tokens": tokens,
+        "group_number": sample // 2,
+    }
+    return RemoteBatch(
+        columns | {"credit": credit[sample], "reward": np.array(rewards)[sample]}, {}
+    )
 
 
 def algorithm(**changes: Any) -> Any:
@@ -65,7 +80,9 @@ def tokens_of(turns: np.ndarray, reward: np.ndarray) -> DataProto:
     """One row of tokens for each row of turns: every second is the policy's."""
     counts = np.array([sum(tokens for tokens, _ in row) for row in turns])
     mask = np.arange(2 * counts.sum()) % 2 == 0
-    return DataProto(2 * counts, {"loss_mask": mask}, {"reward": reward, "by_turn": turns}).as_tensors()
+    return DataProto(
+        2 * counts, {"loss_mask": mask}, {"reward": reward, "by_turn": turns}
+    ).as_tensors()
 
 
 @settings(deadline=None)
@@ -79,18 +96,26 @@ def tokens_of(turns: np.ndarray, reward: np.ndarray) -> DataProto:
 def test_returns_and_gae_are_those_of_a_loop(
     samples: list[Any], per: str, gamma: float, lam: float, data: Any
 ) -> None:
-    rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))
+    rewards = data.draw(
+        st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples))
+    )
     batch = batch_of(samples, rewards)
     turns = turn_rewards(algorithm(credit="turn"), batch, batch["reward"])
     tokens = tokens_of(turns, batch["reward"])
     values = np.sin(np.arange(tokens.num_loss_tokens))
     lengths = tokens.loss_token_counts.numpy()
     found, _ = gae(
-        token_rewards(tokens).numpy(), values, lengths, gamma=discounts(tokens, gamma, per), lam=lam
+        token_rewards(tokens).numpy(),
+        values,
+        lengths,
+        gamma=discounts(tokens, gamma, per),
+        lam=lam,
     )
     expected: list[float] = []
     for turns_of_sample, reward in zip(samples, rewards, strict=True):
-        own = values[len(expected) : len(expected) + sum(each[0] for each in turns_of_sample)]
+        own = values[
+            len(expected) : len(expected) + sum(each[0] for each in turns_of_sample)
+        ]
         earned, discount = [], []
         for count, given_, _, _ in turns_of_sample:
             earned += [0.0] * (count - 1) + [given_]
@@ -98,7 +123,12 @@ def test_returns_and_gae_are_those_of_a_loop(
         earned[-1] += reward - sum(each[1] for each in turns_of_sample)
         after, advantages = 0.0, [0.0] * (len(own) + 1)
         for t in reversed(range(len(own))):
-            advantages[t] = earned[t] + discount[t] * after - own[t] + discount[t] * lam * advantages[t + 1]
+            advantages[t] = (
+                earned[t]
+                + discount[t] * after
+                - own[t]
+                + discount[t] * lam * advantages[t + 1]
+            )
             after = own[t]
         expected += advantages[:-1]
     np.testing.assert_allclose(found, expected, atol=1e-9)
@@ -106,9 +136,13 @@ def test_returns_and_gae_are_those_of_a_loop(
 
 @settings(deadline=None)
 @given(SAMPLES, st.data())
-def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(samples: list[Any], data: Any) -> None:
+def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(
+    samples: list[Any], data: Any
+) -> None:
     """Without a discount the first token's return is the sample's reward, as without turns."""
-    rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))
+    rewards = data.draw(
+        st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples))
+    )
     batch = batch_of(samples, rewards)
     found = {
         credit: turn_rewards(algorithm(credit=credit), batch, batch["reward"])
@@ -116,14 +150,20 @@ def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(samples: list[An
     }
     for rows in found.values():
         assert [sum(number for _, number in row) for row in rows] == pytest.approx(rewards)
-    for turns, by_turns, by_episode in zip(samples, found["turn"], found["episode"], strict=True):
+    for turns, by_turns, by_episode in zip(
+        samples, found["turn"], found["episode"], strict=True
+    ):
         assert [number for _, number in by_episode[:-1]] == [0.0] * (len(turns) - 1)
         assert [number for _, number in by_turns[:-1]] == [each[1] for each in turns[:-1]]
     single = batch_of([turns[:1] for turns in samples], rewards)
-    turns = turn_rewards(algorithm(credit="turn", gamma_per="turn"), single, single["reward"])
+    turns = turn_rewards(
+        algorithm(credit="turn", gamma_per="turn"), single, single["reward"]
+    )
     tokens = tokens_of(turns, single["reward"])
     del tokens.objects["by_turn"]
-    assert torch.equal(token_rewards(tokens_of(turns, single["reward"])), token_rewards(tokens))
+    assert torch.equal(
+        token_rewards(tokens_of(turns, single["reward"])), token_rewards(tokens)
+    )
 
 
 @settings(deadline=None)
@@ -138,7 +178,9 @@ def test_gigpo_is_the_papers_in_one_row_or_several(
     samples: list[Any], std: bool, credit: str, states: str, data: Any
 ) -> None:
     rewards = data.draw(
-        st.lists(st.sampled_from([0.0, 1.0, 1.5]), min_size=len(samples), max_size=len(samples))
+        st.lists(
+            st.sampled_from([0.0, 1.0, 1.5]), min_size=len(samples), max_size=len(samples)
+        )
     )
     chosen = algorithm(advantage="gigpo", credit=credit, gamma=0.9, normalize_by_std=std)
     chosen.gigpo.weight, chosen.gigpo.states = 0.5, states
@@ -147,8 +189,12 @@ def test_gigpo_is_the_papers_in_one_row_or_several(
         earned = [each[1] * (credit == "turn") for each in turns]
         earned[-1] = rewards[i] - sum(earned[:-1])
         for k in range(len(turns)):
-            returns[i, k] = sum(0.9 ** (later - k) * earned[later] for later in range(k, len(turns)))
-            groups[i // 2, turns[k][2] if states == "observation" else k].append(returns[i, k])
+            returns[i, k] = sum(
+                0.9 ** (later - k) * earned[later] for later in range(k, len(turns))
+            )
+            groups[i // 2, turns[k][2] if states == "observation" else k].append(
+                returns[i, k]
+            )
 
     def relative(value: float, group: list[float]) -> float:
         deviation = np.std(group, ddof=1) if len(group) > 1 else 1.0
@@ -156,8 +202,13 @@ def test_gigpo_is_the_papers_in_one_row_or_several(
 
     expected = [
         [
-            relative(rewards[i], [rewards[j] for j in range(len(samples)) if j // 2 == i // 2])
-            + 0.5 * relative(returns[i, k], groups[i // 2, each[2] if states == "observation" else k])
+            relative(
+                rewards[i], [rewards[j] for j in range(len(samples)) if j // 2 == i // 2]
+            )
+            + 0.5
+            * relative(
+                returns[i, k], groups[i // 2, each[2] if states == "observation" else k]
+            )
             for k, each in enumerate(turns)
         ]
         for i, turns in enumerate(samples)
@@ -165,29 +216,51 @@ def test_gigpo_is_the_papers_in_one_row_or_several(
     for branches in (False, True):
         batch = batch_of(samples, rewards, branches=branches)
         found = turn_rewards(chosen, batch, batch["reward"])
-        assert [sum(tokens for tokens, _ in row) for row in found] == batch["response_tokens"].tolist()
+        assert [sum(tokens for tokens, _ in row) for row in found] == batch[
+            "response_tokens"
+        ].tolist()
         for i, turns in enumerate(samples):
-            mine = [turn for row in np.flatnonzero(batch["sample_number"] == i) for turn in found[row]]
+            mine = [
+                turn
+                for row in np.flatnonzero(batch["sample_number"] == i)
+                for turn in found[row]
+            ]
             assert [tokens for tokens, _ in mine] == [each[0] for each in turns]
-            np.testing.assert_allclose([number for _, number in mine], expected[i], atol=1e-5)
+            np.testing.assert_allclose(
+                [number for _, number in mine], expected[i], atol=1e-5
+            )
 
 
-def sessions_of(trees: list[Any], rewards: list[list[float | None]]) -> tuple[list[Session], RemoteBatch]:
+def sessions_of(
+    trees: list[Any], rewards: list[list[float | None]]
+) -> tuple[list[Session], RemoteBatch]:
     """Sessions, two of a group, with rewards of their responses (None: the session's, 1), and their rows."""
     sessions, rows = [], []
     for number, (turns, own) in enumerate(zip(trees, rewards, strict=True)):
         session = Session("s", max_turns=20)
-        nodes = [node for node, _ in Agent(session).play([(*turn[:3], True) for turn in turns]).turns]
+        nodes = [
+            node
+            for node, _ in Agent(session).play([(*turn[:3], True) for turn in turns]).turns
+        ]
         session.reward(1.0)
         for node, reward in zip(nodes, own, strict=False):
             if reward is not None:
                 session.reward(reward, node.names[0])
         sessions.append(session)
         found = session.rows()
-        rows += [(number, int(row["loss_mask"].sum())) for row in found[-len(session.leaves) :]]
+        rows += [
+            (number, int(row["loss_mask"].sum())) for row in found[-len(session.leaves) :]
+        ]
     sample, tokens = np.array(rows).T
-    columns = {"sample_number": sample, "response_tokens": tokens, "group_number": sample // 2}
-    columns |= {"greedy_reward": sample / 4, "reward": np.array([each.value for each in sessions])[sample]}
+    columns = {
+        "sample_number": sample,
+        "response_tokens": tokens,
+        "group_number": sample // 2,
+    }
+    columns |= {
+        "greedy_reward": sample / 4,
+        "reward": np.array([each.value for each in sessions])[sample],
+    }
     return sessions, RemoteBatch(
         columns | {"offsets": object_column([e.credit() for e in sessions])[sample]}, {}
     )
@@ -196,35 +269,57 @@ def sessions_of(trees: list[Any], rewards: list[list[float | None]]) -> tuple[li
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(TURNS, st.lists(st.sampled_from([None, 0.0, 0.5, 2.0]), min_size=10, max_size=10)),
+        st.tuples(
+            TURNS,
+            st.lists(st.sampled_from([None, 0.0, 0.5, 2.0]), min_size=10, max_size=10),
+        ),
         min_size=1,
         max_size=4,
     ),
-    st.sampled_from(["grpo", "grpo without std", "dr_grpo", "rloo", "remax", "opo", "maxrl"]),
+    st.sampled_from(
+        ["grpo", "grpo without std", "dr_grpo", "rloo", "remax", "opo", "maxrl"]
+    ),
 )
-def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(samples: list[Any], estimator: str) -> None:
+def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(
+    samples: list[Any], estimator: str
+) -> None:
     """A leaf is compared with the sessions of its prompt, by the estimator's formula."""
-    sessions, batch = sessions_of([turns for turns, _ in samples], [own for _, own in samples])
+    sessions, batch = sessions_of(
+        [turns for turns, _ in samples], [own for _, own in samples]
+    )
     values = [float(session.value or 0.0) for session in sessions]
 
     def advantage(number: int, reward: float) -> float:
         mine = [each for each in range(len(sessions)) if each // 2 == number // 2]
-        group, lengths = [values[each] for each in mine], [sessions[each].response_tokens for each in mine]
+        group, lengths = (
+            [values[each] for each in mine],
+            [sessions[each].response_tokens for each in mine],
+        )
         others = [values[each] for each in mine if each != number]
         deviation = np.std(group, ddof=1) if len(group) > 1 else 0.0
         return {
-            "grpo": (reward - np.mean(group)) / (deviation + 1e-6) if deviation > 1e-6 else 0.0,
+            "grpo": (reward - np.mean(group)) / (deviation + 1e-6)
+            if deviation > 1e-6
+            else 0.0,
             "rloo": reward - np.mean(others) if others else reward - values[number],
             "remax": reward - number / 4,
             "opo": reward - np.dot(group, lengths) / sum(lengths),
             "maxrl": (reward - np.mean(group)) / np.mean(group) if np.mean(group) else 0.0,
         }.get(estimator, reward - np.mean(group))
 
-    chosen = algorithm(advantage=estimator.split()[0], normalize_by_std="without" not in estimator)
+    chosen = algorithm(
+        advantage=estimator.split()[0], normalize_by_std="without" not in estimator
+    )
     found = session_advantages(chosen, batch, batch["reward"])
-    assert has_offsets(batch) == any(offset for session in sessions for _, offset, _ in session.credit())
+    assert has_offsets(batch) == any(
+        offset for session in sessions for _, offset, _ in session.credit()
+    )
     for number, session in enumerate(sessions):
-        mine = [pair for row in np.flatnonzero(batch["sample_number"] == number) for pair in found[row]]
+        mine = [
+            pair
+            for row in np.flatnonzero(batch["sample_number"] == number)
+            for pair in found[row]
+        ]
         below: dict[int, list[float]] = {}
         order = []
         for leaf in session.leaves:
@@ -233,14 +328,20 @@ def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(samples: list[Any]
                 below.setdefault(node.number, []).append(
                     advantage(number, float(session._of_leaf(leaf) or 0.0))
                 )
-        assert [tokens for tokens, _ in mine] == [node.response.sampled_tokens for node in order]
+        assert [tokens for tokens, _ in mine] == [
+            node.response.sampled_tokens for node in order
+        ]
         expected = [np.mean(below[node.number]) for node in order]
         np.testing.assert_allclose([a for _, a in mine], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "estimator", ["pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
 def test_estimators_of_another_form_refuse_rewards_of_responses(estimator: str) -> None:
-    _, batch = sessions_of([[(-1, 1, 2, True), (0, 1, 2, True), (0, 1, 2, True)]] * 2, [[None, 0.5]] * 2)
+    _, batch = sessions_of(
+        [[(-1, 1, 2, True), (0, 1, 2, True), (0, 1, 2, True)]] * 2, [[None, 0.5]] * 2
+    )
     with refused(f"algorithm.advantage={estimator}", DataError):
         session_advantages(algorithm(advantage=estimator), batch, batch["reward"])
 
@@ -278,7 +379,9 @@ def learned(
     monkeypatch.setattr(StandInEngine, "forward_backward", watched)
 
     def run(*overrides: str) -> tuple[DataProto, dict[str, float]]:
-        found = StandIns(monkeypatch).run([*EPISODE, "policy.data_parallel=1", "run.steps=1", *overrides])
+        found = StandIns(monkeypatch).run(
+            [*EPISODE, "policy.data_parallel=1", "run.steps=1", *overrides]
+        )
         return read[-1], found.outcome.steps[0]
 
     return run
@@ -287,7 +390,9 @@ def learned(
 def episodes(sequences: DataProto) -> list[tuple[list[int], list[float]]]:
     """Tokens and rewards of each sample's turns: what is not the environment's lies on the last."""
     found = []
-    for credit, reward in zip(sequences.objects["credit"], sequences.columns["reward"].tolist(), strict=True):
+    for credit, reward in zip(
+        sequences.objects["credit"], sequences.columns["reward"].tolist(), strict=True
+    ):
         earned = [each[1] for each in credit[:-1]]
         found.append(([each[0] for each in credit], [*earned, reward - sum(earned)]))
     return found
@@ -297,7 +402,9 @@ def episodes(sequences: DataProto) -> list[tuple[list[int], list[float]]]:
 @pytest.mark.parametrize("critic", [False, True])
 def test_a_configuration_credits_turns(learned: Any, critic: bool, per: str) -> None:
     estimator = (
-        ["gae", "algorithm.gae.gamma=0.5"] if critic else ["reinforce_plus_plus", "algorithm.gamma=0.5"]
+        ["gae", "algorithm.gae.gamma=0.5"]
+        if critic
+        else ["reinforce_plus_plus", "algorithm.gamma=0.5"]
     )
     sequences, metrics = learned(
         f"algorithm.advantage={estimator[0]}",
@@ -310,21 +417,30 @@ def test_a_configuration_credits_turns(learned: Any, critic: bool, per: str) -> 
         assert counts == [3, 3, 3]
         for turn in range(3):
             for token in range(3):
-                steps = [k - turn if per == "turn" else 3 * (k - turn) + 2 - token for k in range(3)]
+                steps = [
+                    k - turn if per == "turn" else 3 * (k - turn) + 2 - token
+                    for k in range(3)
+                ]
                 returns.append(sum(0.5 ** steps[k] * earned[k] for k in range(turn, 3)))
     expected = (returns - np.mean(returns)) / np.std(returns)
     advantages = sequences.tokens["advantages"][sequences.tokens["loss_mask"]]
     np.testing.assert_allclose(advantages, expected, rtol=1e-3, atol=1e-4)
     credit = [[earned for _, earned, _ in each] for each in sequences.objects["credit"]]
     for turn in range(3):
-        assert metrics[f"turn/reward/{turn + 1}"] == pytest.approx(np.mean(credit, axis=0)[turn])
+        assert metrics[f"turn/reward/{turn + 1}"] == pytest.approx(
+            np.mean(credit, axis=0)[turn]
+        )
         assert metrics[f"turn/samples/{turn + 1}"] == len(credit)
 
 
 def test_a_configuration_compares_turns(learned: Any) -> None:
     """Turns of a sample have one advantage each, and a state that occurs once has the sample's."""
-    sequences, _ = learned("algorithm.advantage=gigpo", "algorithm.gigpo.weight=0", "algorithm.gamma=0.9")
-    advantages = sequences.tokens["advantages"][sequences.tokens["loss_mask"]].reshape(-1, 3, 3)
+    sequences, _ = learned(
+        "algorithm.advantage=gigpo", "algorithm.gigpo.weight=0", "algorithm.gamma=0.9"
+    )
+    advantages = sequences.tokens["advantages"][sequences.tokens["loss_mask"]].reshape(
+        -1, 3, 3
+    )
     assert torch.equal(advantages, advantages[:, :1, :1].expand_as(advantages))
     sequences, _ = learned(
         "run.name=second",
@@ -339,7 +455,9 @@ def test_a_configuration_compares_turns(learned: Any) -> None:
     for group in groups.unique():
         mine = groups == group
         first = rewards[mine] - rewards[mine].mean()  # all begin in the same state
-        torch.testing.assert_close(found[mine, 0, 0].double(), 2 * first.double(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found[mine, 0, 0].double(), 2 * first.double(), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any) -> None:
@@ -355,22 +473,36 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
         "endfor %}"
     )
     records = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
-    chats = [record | {"prompt": [{"role": "user", "content": record["prompt"]}]} for record in records]
+    chats = [
+        record | {"prompt": [{"role": "user", "content": record["prompt"]}]}
+        for record in records
+    ]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    data = ["data.train=chats.jsonl", "data.validation=chats.jsonl", "rollout.history=template"]
+    data = [
+        "data.train=chats.jsonl",
+        "data.validation=chats.jsonl",
+        "rollout.history=template",
+    ]
     rows, _ = learned(*gigpo, *data)
     number = rows.columns["sample_number"].numpy()
     first = np.unique(number, return_index=True)[1]
     assert len(rows) > 2 * len(first)
-    columns = {name: rows.columns[name].numpy()[first] for name in ("reward", "group_number")}
-    columns |= {"credit": rows.objects["credit"][first], "response_tokens": np.full(len(first), 9)}
+    columns = {
+        name: rows.columns[name].numpy()[first] for name in ("reward", "group_number")
+    }
+    columns |= {
+        "credit": rows.objects["credit"][first],
+        "response_tokens": np.full(len(first), 9),
+    }
     chosen = load(None, [*SETTINGS, *EPISODE, *gigpo]).algorithm
     expected = turn_rewards(chosen, RemoteBatch(columns, {}), columns["reward"])
     order = np.argsort(number, kind="stable").tolist()
     parts = [rows.slice(row, row + 1).tokens for row in order]
     found = torch.cat([part["advantages"][part["loss_mask"]] for part in parts])
     np.testing.assert_allclose(
-        found, [a for turns in expected for count, a in turns for _ in range(count)], atol=1e-5
+        found,
+        [a for turns in expected for count, a in turns for _ in range(count)],
+        atol=1e-5,
     )
 
 
@@ -387,7 +519,10 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
             "algorithm.gamma_per",
             "algorithm.gamma_per=turn algorithm.advantage=gae rollout.environment=env.py:Scores",
         ),
-        ("algorithm.gamma_per", "algorithm.gamma_per=turn algorithm.advantage=gae algorithm.gae.gamma=0.5"),
+        (
+            "algorithm.gamma_per",
+            "algorithm.gamma_per=turn algorithm.advantage=gae algorithm.gae.gamma=0.5",
+        ),
         ("algorithm.advantage=gigpo", "algorithm.advantage=gigpo"),
         ("algorithm.gigpo.weight", "algorithm.gigpo.weight=2.0"),
         (
@@ -396,6 +531,8 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
         ),
     ],
 )
-def test_settings_without_effect_are_refused(learned: Any, setting: str, changes: str) -> None:
+def test_settings_without_effect_are_refused(
+    learned: Any, setting: str, changes: str
+) -> None:
     with refused(setting):
         check(load(None, [*SETTINGS, *changes.split()]))

@@ -45,9 +45,14 @@ def test_wilsons_ends_are_the_shares_that_the_found_one_is_z_deviations_from(
 
 
 @pytest.mark.parametrize(("trials", "share"), [(20, 0.1), (20, 0.5), (100, 0.95)])
-def test_wilson_holds_the_true_share_about_as_often_as_it_says(trials: int, share: float) -> None:
+def test_wilson_holds_the_true_share_about_as_often_as_it_says(
+    trials: int, share: float
+) -> None:
     """Exactly, over the binomial distribution."""
-    chances = [math.comb(trials, c) * share**c * (1 - share) ** (trials - c) for c in range(trials + 1)]
+    chances = [
+        math.comb(trials, c) * share**c * (1 - share) ** (trials - c)
+        for c in range(trials + 1)
+    ]
     held = sum(
         chance
         for successes, chance in enumerate(chances)
@@ -57,11 +62,15 @@ def test_wilson_holds_the_true_share_about_as_often_as_it_says(trials: int, shar
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=2, max_size=4))
-def test_the_bootstrap_is_the_quantiles_of_all_possible_draws(prompts: list[tuple[int, int]]) -> None:
+def test_the_bootstrap_is_the_quantiles_of_all_possible_draws(
+    prompts: list[tuple[int, int]],
+) -> None:
     """Brute force: every one of the n^n draws of n prompts, equally likely; quantiles a little to either
     side.
     """
-    sums, counts = (np.array(column, dtype=np.float64) for column in zip(*prompts, strict=True))
+    sums, counts = (
+        np.array(column, dtype=np.float64) for column in zip(*prompts, strict=True)
+    )
     draws = [list(draw) for draw in product(range(len(prompts)), repeat=len(prompts))]
     every = np.array([sums[draw].sum() / counts[draw].sum() for draw in draws])
     low, high = bootstrap(PromptValues(sums, counts), 0.8)
@@ -76,16 +85,26 @@ def test_an_interval_holds_its_metric(values: list[float]) -> None:
     if found is None:
         assert len(set(values)) == 1
     else:
-        assert found.low - 1e-9 <= np.mean(values) <= found.high + 1e-9 or found.method == BOOTSTRAP
-        assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9 or found.method == WILSON
+        assert (
+            found.low - 1e-9 <= np.mean(values) <= found.high + 1e-9
+            or found.method == BOOTSTRAP
+        )
+        assert (
+            min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
+            or found.method == WILSON
+        )
 
 
-def test_wilson_is_for_prompts_that_are_right_or_wrong_and_the_bootstrap_for_the_rest() -> None:
+def test_wilson_is_for_prompts_that_are_right_or_wrong_and_the_bootstrap_for_the_rest() -> (
+    None
+):
     right = interval(PromptValues.of([1.0, 0.0, 1.0]))
     assert right is not None and right.method == WILSON
     shares = interval(PromptValues.of([1.0, 0.5, 1.0]))
     assert shares is not None and shares.method == BOOTSTRAP
-    assert interval(PromptValues.of([1.0] * 20)).low == pytest.approx(0.8389, abs=1e-4)  # not [1, 1]
+    assert interval(PromptValues.of([1.0] * 20)).low == pytest.approx(
+        0.8389, abs=1e-4
+    )  # not [1, 1]
     assert interval(PromptValues.of([0.5, 0.5])) is None
 
 
@@ -101,4 +120,6 @@ def test_responses_to_one_prompt_count_as_one_observation() -> None:
     assert (one.low, one.high) == wilson(5, 10, 0.95)
     reward = interval(found["reward"])
     assert reward.high - reward.low > 0.5
-    assert summarize(responses, "reward", 1.0) == {name: values.value for name, values in found.items()}
+    assert summarize(responses, "reward", 1.0) == {
+        name: values.value for name, values in found.items()
+    }

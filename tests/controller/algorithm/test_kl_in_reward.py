@@ -26,13 +26,19 @@ def test_the_weight_follows_the_kl_by_hand() -> None:
     assert adapted_kl_weight(0.1, 6.6, 500, settings) == pytest.approx(
         0.1 * (1 + 0.1 * 0.5)
     )  # a tenth too high, half the horizon
-    assert adapted_kl_weight(0.1, 60.0, 500, settings) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
-    assert adapted_kl_weight(0.1, -1.0, 500, settings) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert adapted_kl_weight(0.1, 60.0, 500, settings) == pytest.approx(
+        0.1 * (1 + 0.2 * 0.5)
+    )
+    assert adapted_kl_weight(0.1, -1.0, 500, settings) == pytest.approx(
+        0.1 * (1 - 0.2 * 0.5)
+    )
     assert adapted_kl_weight(0.1, 60.0, 500, KlInRewardConfig(coefficient=0.1)) == 0.1
 
 
 @given(kl=st.floats(-10, 100), sequences=st.integers(1, 1000))
-def test_the_weight_moves_towards_the_target_and_stays_positive(kl: float, sequences: int) -> None:
+def test_the_weight_moves_towards_the_target_and_stays_positive(
+    kl: float, sequences: int
+) -> None:
     weight = adapted_kl_weight(
         0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000)
     )
@@ -64,7 +70,10 @@ def run_with(kl: np.ndarray, kl_coefficient: float | None, **settings: float) ->
 
 
 def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
-    columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "group_number": np.array([0, 0, 1, 1])}
+    columns = {
+        "reward": np.array([1.0, 0.0, 1.0, 1.0]),
+        "group_number": np.array([0, 0, 1, 1]),
+    }
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
     kl = np.array([2.0, 0.0, 1.0, 5.0])
     run = run_with(
@@ -83,8 +92,14 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
 
 def test_each_row_of_a_sample_loses_the_kl_of_the_whole_sample() -> None:
     sample = np.array([0, 0, 1, 2, 3])
-    columns = {"reward": np.array([1.0, 1.0, 0.0, 1.0, 1.0]), "group_number": np.array([0, 0, 0, 1, 1])}
-    batch = RemoteBatch(columns | {"sample_number": sample, "response_tokens": np.array([2, 1, 1, 2, 2])}, {})
+    columns = {
+        "reward": np.array([1.0, 1.0, 0.0, 1.0, 1.0]),
+        "group_number": np.array([0, 0, 0, 1, 1]),
+    }
+    batch = RemoteBatch(
+        columns | {"sample_number": sample, "response_tokens": np.array([2, 1, 1, 2, 2])},
+        {},
+    )
     run = run_with(np.array([1.5, 0.5, 0.0, 1.0, 5.0]), None, coefficient=0.1)
     credited = with_advantages(run, batch)
     expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), np.array([0, 0, 1, 1]))
@@ -95,9 +110,19 @@ def test_each_row_of_a_sample_loses_the_kl_of_the_whole_sample() -> None:
 def test_it_brings_the_reference_and_old_log_probs(workspace: Path) -> None:
     config = load(
         "config.yaml",
-        [ON, "batch.mini_batches=1", "policy.forward_max_tokens_per_micro_batch=96", "reference.path=model"],
+        [
+            ON,
+            "batch.mini_batches=1",
+            "policy.forward_max_tokens_per_micro_batch=96",
+            "reference.path=model",
+        ],
     )
     check(config)
     assert config.uses_reference
     assert config.old_log_probs == "forward_pass"
-    check(load("config.yaml", [ON, "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1"]))
+    check(
+        load(
+            "config.yaml",
+            [ON, "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1"],
+        )
+    )

@@ -31,8 +31,18 @@ NAN = math.nan
     ("mean", "dtype", "equal_weights", "text"),
     [
         (1e-5, "float32", AtEqualWeights.FIRST, ""),
-        (2e-3, "float32", AtEqualWeights.FIRST, "at the weights that the engines were sent"),
-        (2e-3, "float32", AtEqualWeights.CHANGED, "at the first weights that an update has changed"),
+        (
+            2e-3,
+            "float32",
+            AtEqualWeights.FIRST,
+            "at the weights that the engines were sent",
+        ),
+        (
+            2e-3,
+            "float32",
+            AtEqualWeights.CHANGED,
+            "at the first weights that an update has changed",
+        ),
         (2e-3, "float32", AtEqualWeights.NONE, ""),
         (2e-3, "bfloat16", AtEqualWeights.FIRST, ""),
         (0.2, "bfloat16", AtEqualWeights.FIRST, "more than rounding in bfloat16"),
@@ -57,7 +67,12 @@ def test_only_rounding_may_differ_at_equal_weights(
 
 
 def config(*overrides: str) -> Config:
-    required = ("run.name=run", "model.path=model", "data.train=train.jsonl", "resources.device=cpu")
+    required = (
+        "run.name=run",
+        "model.path=model",
+        "data.train=train.jsonl",
+        "resources.device=cpu",
+    )
     return load(None, [*required, *overrides])
 
 
@@ -75,18 +90,31 @@ def mismatch(mean: float) -> dict[str, Metric]:
 
 def test_the_first_weights_and_the_first_changed_ones_are_proved_once_each() -> None:
     watching = watch()
-    assert watching.at_equal_weights(versions(4, 4), versions(4, 4), 4) is AtEqualWeights.FIRST
+    assert (
+        watching.at_equal_weights(versions(4, 4), versions(4, 4), 4) is AtEqualWeights.FIRST
+    )
     watching.compare(1, mismatch(1e-6), AtEqualWeights.FIRST)
-    assert watching.at_equal_weights(versions(4, 4), versions(4, 4), 4) is AtEqualWeights.NONE
-    assert watching.at_equal_weights(versions(5, 5), versions(5, 5), 5) is AtEqualWeights.CHANGED
+    assert (
+        watching.at_equal_weights(versions(4, 4), versions(4, 4), 4) is AtEqualWeights.NONE
+    )
+    assert (
+        watching.at_equal_weights(versions(5, 5), versions(5, 5), 5)
+        is AtEqualWeights.CHANGED
+    )
     watching.compare(2, mismatch(1e-6), AtEqualWeights.CHANGED)
-    assert watching.at_equal_weights(versions(6, 6), versions(6, 6), 6) is AtEqualWeights.NONE
+    assert (
+        watching.at_equal_weights(versions(6, 6), versions(6, 6), 6) is AtEqualWeights.NONE
+    )
 
 
 def test_samples_of_older_weights_prove_nothing() -> None:
     watching = watch()
-    assert watching.at_equal_weights(versions(4, 5), versions(5, 5), 5) is AtEqualWeights.NONE
-    assert watching.at_equal_weights(versions(4, 4), versions(4, 4), 5) is AtEqualWeights.NONE
+    assert (
+        watching.at_equal_weights(versions(4, 5), versions(5, 5), 5) is AtEqualWeights.NONE
+    )
+    assert (
+        watching.at_equal_weights(versions(4, 4), versions(4, 4), 5) is AtEqualWeights.NONE
+    )
 
 
 def test_a_pass_that_says_nothing_proves_nothing() -> None:
@@ -110,11 +138,20 @@ def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(
         watching.compare(7, mismatch(0.6))
 
 
-LONG = ("run.steps=6", "data.validation=''", "rollout.placement=apart", "run.checkpoint_every=1")
+LONG = (
+    "run.steps=6",
+    "data.validation=''",
+    "rollout.placement=apart",
+    "run.checkpoint_every=1",
+)
 
 
 def optimizer_steps(stand_ins: StandIns) -> int:
-    return sum(what == "update" for actor, what in stand_ins.world.ledger.events if actor == "policy dp=0")
+    return sum(
+        what == "update"
+        for actor, what in stand_ins.world.ledger.events
+        if actor == "policy dp=0"
+    )
 
 
 def newest_checkpoint(folder: Path) -> str:
@@ -126,7 +163,10 @@ def test_weights_that_do_not_reach_the_engines_stop_the_run_before_the_second_up
     stand_ins: StandIns, run_on_stand_ins: Run, tmp_path: Path, placement: str
 ) -> None:
     stand_ins.world.loses_updates = True
-    with pytest.raises(MismatchError, match=r"step 2: .* differ by 0\.25 nats .* that an update has changed"):
+    with pytest.raises(
+        MismatchError,
+        match=r"step 2: .* differ by 0\.25 nats .* that an update has changed",
+    ):
         run_on_stand_ins(*LONG, f"rollout.placement={placement}")
     assert optimizer_steps(stand_ins) == 1
     assert newest_checkpoint(tmp_path) == "step-1"
@@ -138,14 +178,18 @@ def test_a_mismatch_that_grows_beyond_the_limit_stops_the_run_and_saves_nothing_
 ) -> None:
     """Of an engine with a cut distribution, which may differ at once."""
     stand_ins.world.loses_updates = True
-    with pytest.raises(MismatchError, match=r"step 4: .* differ by 0\.75 nats .* policy\.max_mismatch=0\.6"):
+    with pytest.raises(
+        MismatchError, match=r"step 4: .* differ by 0\.75 nats .* policy\.max_mismatch=0\.6"
+    ):
         run_on_stand_ins(*LONG, *CUT, "policy.max_mismatch=0.6")
     assert newest_checkpoint(tmp_path) == "step-3"
     assert not (tmp_path / "run" / "model").exists()
 
 
 @pytest.mark.parametrize("passes", ["batch.mini_batches=1", "batch.mini_batches=2"])
-def test_log_probs_that_are_nan_stop_the_run(stand_ins: StandIns, run_on_stand_ins: Run, passes: str) -> None:
+def test_log_probs_that_are_nan_stop_the_run(
+    stand_ins: StandIns, run_on_stand_ins: Run, passes: str
+) -> None:
     sent = []
 
     def spoil(actor: str, what: str) -> None:
@@ -154,7 +198,9 @@ def test_log_probs_that_are_nan_stop_the_run(stand_ins: StandIns, run_on_stand_i
             stand_ins.world.log_prob = NAN if len(sent) == 4 else stand_ins.world.log_prob
 
     stand_ins.world.trouble = spoil
-    with pytest.raises(MismatchError, match="step 4: log-probs of engines and trainer differ by NaN"):
+    with pytest.raises(
+        MismatchError, match="step 4: log-probs of engines and trainer differ by NaN"
+    ):
         run_on_stand_ins(*LONG, passes)
 
 

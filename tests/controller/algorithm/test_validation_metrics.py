@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.algorithm.validation_metrics import ScoredResponse, majority_is_right, pass_at_k, summarize
+from controller.algorithm.validation_metrics import (
+    ScoredResponse,
+    majority_is_right,
+    pass_at_k,
+    summarize,
+)
 
 
 def response(
@@ -20,23 +25,34 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_response(
 ) -> None:
     k = data.draw(st.integers(1, len(right)))
     draws = list(combinations(right, k))
-    assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(
+        sum(map(any, draws)) / len(draws)
+    )
 
 
 def test_the_most_frequent_answer_decides() -> None:
     assert majority_is_right(["4", "5", "4"], [True, False, True]) == 1.0
     assert majority_is_right(["4", "5", "5"], [True, False, False]) == 0.0
-    assert majority_is_right(["4", "5"], [True, False]) == 0.5  # a tie counts by halves, whatever the order
-    assert majority_is_right(["", "", "4"], [False, False, True]) == 1.0  # no answer, no vote
+    assert (
+        majority_is_right(["4", "5"], [True, False]) == 0.5
+    )  # a tie counts by halves, whatever the order
+    assert (
+        majority_is_right(["", "", "4"], [False, False, True]) == 1.0
+    )  # no answer, no vote
     assert majority_is_right(["", ""], [False, False]) == 0.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["", "1", "2"]), st.booleans()), min_size=1), st.randoms())
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "1", "2"]), st.booleans()), min_size=1),
+    st.randoms(),
+)
 def test_equal_answers_judged_differently_vote_in_any_order(
     votes: list[tuple[str, bool]], random: Any
 ) -> None:
     shuffled = random.sample(votes, len(votes))
-    assert majority_is_right(*zip(*votes, strict=True)) == majority_is_right(*zip(*shuffled, strict=True))
+    assert majority_is_right(*zip(*votes, strict=True)) == majority_is_right(
+        *zip(*shuffled, strict=True)
+    )
     assert majority_is_right(["4", "4", "4", "5"], [True, False, True, False]) == 2 / 3
 
 
@@ -62,5 +78,7 @@ def test_success_may_be_a_part_of_the_reward() -> None:
 
 
 def test_sources_are_told_apart_where_there_are_several() -> None:
-    metrics = summarize([response("a", 1.0), response("b", 0.0, source="products")], "reward", 1.0)
+    metrics = summarize(
+        [response("a", 1.0), response("b", 0.0, source="products")], "reward", 1.0
+    )
     assert metrics == {"reward": 0.5, "products/reward": 0.0, "sums/reward": 1.0}

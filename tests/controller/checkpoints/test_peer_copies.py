@@ -16,11 +16,15 @@ from controller.checkpoints.peer_copies import (
 
 NODES = st.sampled_from(["a", "b", "c", "d"])
 RANKS = st.tuples(st.sampled_from(["policy", "critic"]), st.integers(0, 2))
-HELD = st.dictionaries(NODES, st.lists(st.tuples(RANKS, st.integers(1, 4)), max_size=12), max_size=4)
+HELD = st.dictionaries(
+    NODES, st.lists(st.tuples(RANKS, st.integers(1, 4)), max_size=12), max_size=4
+)
 
 
 @given(st.lists(NODES, min_size=1, max_size=8), NODES)
-def test_every_rank_has_a_copy_after_any_node_is_lost(nodes: list[str], lost_node: str) -> None:
+def test_every_rank_has_a_copy_after_any_node_is_lost(
+    nodes: list[str], lost_node: str
+) -> None:
     copies = copy_nodes(nodes)
     for node, rank_nodes in zip(nodes, copies, strict=True):
         assert rank_nodes[0] == node
@@ -35,7 +39,9 @@ def test_the_restored_step_is_the_newest_that_all_ranks_have(
     held: dict[str, list[tuple[Rank, int]]], ranks: set[Rank]
 ) -> None:
     def is_complete(step: int) -> bool:
-        return all(any((rank, step) in copies for copies in held.values()) for rank in ranks)
+        return all(
+            any((rank, step) in copies for copies in held.values()) for rank in ranks
+        )
 
     plan = plan_restore(held, ranks)
     complete_steps = [step for step in range(1, 5) if is_complete(step)]
@@ -54,7 +60,9 @@ def test_a_copy_of_a_lost_node_is_read_from_its_neighbour() -> None:
 
 
 @given(st.lists(st.integers(1, 9), unique=True, min_size=1).map(sorted), st.integers(0, 9))
-def test_a_holder_has_the_last_copies_up_to_the_restored_step(steps: list[int], restored: int) -> None:
+def test_a_holder_has_the_last_copies_up_to_the_restored_step(
+    steps: list[int], restored: int
+) -> None:
     holder = CopyHolder()
     for step in steps:
         holder.hold("policy", 0, step, f"copy {step}")

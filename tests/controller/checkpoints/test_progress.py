@@ -58,8 +58,15 @@ def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Pat
         file.write('{"step": 5, "lo')  # the crash
     with RunWriter(tmp_path, "", [], last_step=2) as writer:
         writer.step(3, {"loss": 30.0})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    lines = [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["loss"]) for line in lines] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
     assert len((tmp_path / "lengths.jsonl").read_text().splitlines()) == 3
     with RunWriter(tmp_path, "", []):  # a run that starts anew keeps nothing
         pass
@@ -80,12 +87,16 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
                 raise CheckpointError("a checksum differs")
             return read_manifest(Path(path)).extra
 
-    config = load(None, ["model.path=model", f"run.dir={tmp_path}", "run.name=run", "run.resume=auto"])
+    config = load(
+        None, ["model.path=model", f"run.dir={tmp_path}", "run.name=run", "run.resume=auto"]
+    )
     roles = SimpleNamespace(trained={"policy": Policy()})
     check_same_data(config, newest)
     with refused("run.seed=1 was 0"):
         resume(config, roles, str, newest)
-    assert len(checkpoints_at(tmp_path / "run")) == 2, "it was refused, and a checkpoint removed"
+    assert len(checkpoints_at(tmp_path / "run")) == 2, (
+        "it was refused, and a checkpoint removed"
+    )
     config.run.on_data_change = "keep_place"
     assert resume(config, roles, str, newest).data == newest
 
@@ -95,35 +106,55 @@ def test_a_manifest_of_which_anything_was_changed_gives_way_to_the_checkpoint_be
     data: st.DataObject,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        good, changed = (write(checkpoint_path(Path(folder), step), step, position=step) for step in (1, 2))
+        good, changed = (
+            write(checkpoint_path(Path(folder), step), step, position=step)
+            for step in (1, 2)
+        )
         manifest = json.loads((changed / MANIFEST).read_text())
         field = data.draw(st.sampled_from(sorted(manifest.keys() - {"sha256"})))
         where = data.draw(
-            st.sampled_from([manifest, *(part for part in [manifest[field]] if isinstance(part, dict))])
+            st.sampled_from(
+                [manifest, *(part for part in [manifest[field]] if isinstance(part, dict))]
+            )
         )
-        name = field if where is manifest else data.draw(st.sampled_from([*where, "another"]))
-        value = data.draw(st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()))
+        name = (
+            field if where is manifest else data.draw(st.sampled_from([*where, "another"]))
+        )
+        value = data.draw(
+            st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())
+        )
         assume(name not in where or json.dumps(where[name]) != json.dumps(value))
         where[name] = value
         (changed / MANIFEST).write_text(json.dumps(manifest))
         assert checkpoints_at(Path(folder)) == [good]
 
 
-def test_a_run_goes_on_from_before_a_checkpoint_whose_progress_is_another(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_before_a_checkpoint_whose_progress_is_another(
+    tmp_path: Path,
+) -> None:
     """An earlier version's manifest, which has no digest: the ranks load it, and the driver cannot."""
     paths = [write(checkpoint_path(tmp_path, step), step) for step in (1, 2)]
     progress = {str(path): read_manifest(path).extra for path in paths}
     progress[str(paths[1])] |= {"unheard_of": 1}
-    roles = SimpleNamespace(trained={"policy": SimpleNamespace(load_checkpoint=lambda path: progress[path])})
-    config = load(None, ["model.path=m", "data.train=t", "reward.function=r:f", f"run.resume={tmp_path}"])
+    roles = SimpleNamespace(
+        trained={"policy": SimpleNamespace(load_checkpoint=lambda path: progress[path])}
+    )
+    config = load(
+        None,
+        ["model.path=m", "data.train=t", "reward.function=r:f", f"run.resume={tmp_path}"],
+    )
     assert resume(config, roles, str, {}).step == 1
 
 
-def test_a_run_that_begins_its_data_anew_keeps_its_model_and_later_checkpoints_go(tmp_path: Path) -> None:
+def test_a_run_that_begins_its_data_anew_keeps_its_model_and_later_checkpoints_go(
+    tmp_path: Path,
+) -> None:
     """The newest checkpoint cannot be loaded: a run that goes on from before it will write its name."""
     data: dict[str, Any] = {"settings": {"run.seed": 0}}
     for step in (1, 2, 3):
-        write(checkpoint_path(tmp_path / "run", step), step, data=data, position=7, active=[5])
+        write(
+            checkpoint_path(tmp_path / "run", step), step, data=data, position=7, active=[5]
+        )
 
     class Policy:
         def load_checkpoint(self, path: str) -> dict[str, Any]:
@@ -131,7 +162,12 @@ def test_a_run_that_begins_its_data_anew_keeps_its_model_and_later_checkpoints_g
                 raise CheckpointError("a checksum differs")
             return read_manifest(Path(path)).extra
 
-    settings = [f"run.dir={tmp_path}", "run.name=run", "run.resume=auto", "run.on_data_change=restart"]
+    settings = [
+        f"run.dir={tmp_path}",
+        "run.name=run",
+        "run.resume=auto",
+        "run.on_data_change=restart",
+    ]
     config = load(None, ["model.path=model", *settings])
     roles = SimpleNamespace(trained={"policy": Policy()})
     same = resume(config, roles, str, data)
@@ -139,14 +175,21 @@ def test_a_run_that_begins_its_data_anew_keeps_its_model_and_later_checkpoints_g
     assert names(tmp_path / "run") == ["step-2", "step-1"]
     other = {"settings": {"run.seed": 1}}
     restarted = resume(config, roles, str, other)
-    assert (restarted.step, restarted.position, restarted.active, restarted.data) == (2, 0, [], other)
+    assert (restarted.step, restarted.position, restarted.active, restarted.data) == (
+        2,
+        0,
+        [],
+        other,
+    )
 
 
 def names(folder: Path) -> list[str]:
     return [path.name for path in checkpoints_at(folder)]
 
 
-def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     writer = CheckpointWriter(Saves(2), tmp_path, keep=2, log=said.append)
     for step in (1, 2, 3):
@@ -197,7 +240,11 @@ def test_a_checkpoint_is_saved_though_what_is_beside_it_is_not(tmp_path: Path) -
 
 def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -> None:
     steps = (1, 2, 3, 4)
-    files = [of(checkpoint_path(tmp_path, step)) for step in steps for of in (samples_path, replay_path)]
+    files = [
+        of(checkpoint_path(tmp_path, step))
+        for step in steps
+        for of in (samples_path, replay_path)
+    ]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -207,4 +254,13 @@ def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -
     for step in (1, 3):
         writer.begin(Progress(step=step))
     remove_old_samples(tmp_path)
-    assert [file.exists() for file in files] == [True, True, False, False, True, True, True, True]
+    assert [file.exists() for file in files] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]

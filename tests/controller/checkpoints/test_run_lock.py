@@ -58,9 +58,16 @@ def start(workspace: Path) -> Iterator[Callable[..., Process]]:
     processes: list[Process] = []
 
     def started(*overrides: str) -> Process:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "text": True,
+        }
         process = subprocess.Popen(
-            [sys.executable, "-c", STARTER, *overrides], cwd=workspace, env={"PYTHONPATH": str(ROOT)}, **pipes
+            [sys.executable, "-c", STARTER, *overrides],
+            cwd=workspace,
+            env={"PYTHONPATH": str(ROOT)},
+            **pipes,
         )
         processes.append(process)
         assert told(process.stdout) == "ready"
@@ -80,12 +87,12 @@ def test_of_two_that_start_at_once_one_runs_and_the_other_is_refused(
     for process in both:
         go(process)
     winner, loser = sorted(
-        ((told(process.stdout), process) for process in both), key=lambda found: found[0] != "runs"
+        ((told(process.stdout), process) for process in both),
+        key=lambda found: found[0] != "runs",
     )
     assert winner[0] == "runs"
-    holder = (
-        f"(process {winner[1].pid} on .+|another process)"  # the other, if it has not written its name yet
-    )
+    # the other, if it has not written its name yet
+    holder = f"(process {winner[1].pid} on .+|another process)"
     assert re.match(f"run.name: runs/test is in use by {holder}\\.", loser[0])
     winner[1].kill()
     winner[1].wait()
@@ -94,7 +101,9 @@ def test_of_two_that_start_at_once_one_runs_and_the_other_is_refused(
     assert told(after.stdout) == "runs", "a lock ends with its process"
     go(after)
     after.wait()
-    assert not (workspace / "runs" / "test").exists(), "a run that wrote nothing leaves nothing"
+    assert not (workspace / "runs" / "test").exists(), (
+        "a run that wrote nothing leaves nothing"
+    )
 
 
 def test_two_that_were_given_no_name_and_start_at_once_have_a_folder_each(
@@ -105,10 +114,15 @@ def test_two_that_were_given_no_name_and_start_at_once_have_a_folder_each(
         go(process)
     assert [told(process.stdout) for process in both] == ["runs", "runs"]
     locks = (workspace / "runs").glob("*/.lock")
-    assert sorted(path.parent.name for path in locks) == [workspace.name, f"{workspace.name}-2"]
+    assert sorted(path.parent.name for path in locks) == [
+        workspace.name,
+        f"{workspace.name}-2",
+    ]
 
 
-def test_a_run_without_a_name_leaves_alone_what_another_has_written_since(workspace: Path) -> None:
+def test_a_run_without_a_name_leaves_alone_what_another_has_written_since(
+    workspace: Path,
+) -> None:
     config = load("config.yaml", ["run.name=''"])
     taken = config.run_folder
     taken.mkdir(parents=True)
@@ -142,7 +156,10 @@ def test_a_folder_that_a_run_has_written_to_is_for_resuming_alone(workspace: Pat
     with refused("run.name"):
         lock_run(config, lambda: pytest.fail("it has started"))
     ran: list[bool] = []
-    lock_run(load("config.yaml", ["run.resume=auto"]), lambda: ran.append((folder / LOCK).exists()))()
+    lock_run(
+        load("config.yaml", ["run.resume=auto"]),
+        lambda: ran.append((folder / LOCK).exists()),
+    )()
     assert ran == [True]
 
 

@@ -16,7 +16,10 @@ PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
 SCHEMAS = (Config, SftConfig, PreferencesConfig, RewardTrainingConfig)
 KNOWN = {schema: {found.key for found in settings(schema())} for schema in SCHEMAS}
 ROWS = [
-    (row, schema) for row in counterparts() for schema in SCHEMAS if row.here and row.is_of(KNOWN[schema])
+    (row, schema)
+    for row in counterparts()
+    for schema in SCHEMAS
+    if row.here and row.is_of(KNOWN[schema])
 ]
 
 
@@ -35,19 +38,31 @@ def test_every_key_is_answered_by_what_the_table_says() -> None:
         key = row.key.replace("*", "anything").replace("-", "_")
         if key not in KNOWN[schema]:
             asked += 1
-            assert f"here it is {' and '.join(row.here)}" in answer(key, KNOWN[schema]), (row, schema)
+            assert f"here it is {' and '.join(row.here)}" in answer(key, KNOWN[schema]), (
+                row,
+                schema,
+            )
     assert asked > 300
 
 
 def test_the_table_names_settings_and_values_that_load() -> None:
-    loads: list[tuple[type[TrainingConfig], dict[str, str]]] = []  # few, each with many values
+    loads: list[
+        tuple[type[TrainingConfig], dict[str, str]]
+    ] = []  # few, each with many values
     for row in counterparts():
         schema = next((schema for schema in SCHEMAS if row.is_of(KNOWN[schema])), None)
         assert schema, f"no command has {row}"
         assert row.here or row.note, row
-        for key, ours in (item for changes in row.values.values() for item in changes.items()):
+        for key, ours in (
+            item for changes in row.values.values() for item in changes.items()
+        ):
             given = next(
-                (given for of, given in loads if of == schema and given.get(key, ours) == ours), None
+                (
+                    given
+                    for of, given in loads
+                    if of == schema and given.get(key, ours) == ours
+                ),
+                None,
             )
             if given is None:
                 loads.append((schema, given := {"model.path": "m"}))
@@ -59,11 +74,23 @@ def test_the_table_names_settings_and_values_that_load() -> None:
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("actor_rollout_ref.ref.fsdp_config.param_offload", "here it is reference.cpu_offload"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload", "here it is policy.cpu_offload"),
+        (
+            "actor_rollout_ref.ref.fsdp_config.param_offload",
+            "here it is reference.cpu_offload",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+            "here it is policy.cpu_offload",
+        ),
         ("custom_reward_function.name", "here it is reward.function (`path.py:name`)"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "here it is policy.optimizer.warmup_steps"),
-        ("lr_warmup_steps", "policy.optimizer.warmup_steps, or here it is critic.optimizer.warmup_steps"),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps",
+            "here it is policy.optimizer.warmup_steps",
+        ),
+        (
+            "lr_warmup_steps",
+            "policy.optimizer.warmup_steps, or here it is critic.optimizer.warmup_steps",
+        ),
         ("val_kwargs.temperature", "here it is validation.sampling.temperature"),
         ("actor_rollout_ref.rollout.max_num_batched_tokens", "here it is rollout.engine"),
         (
@@ -71,7 +98,10 @@ def test_the_table_names_settings_and_values_that_load() -> None:
             "here it is policy.optimizer.beta1 and policy.optimizer.beta2",
         ),
         ("policy.optimizer.lr", "policy.optimizer has name, "),
-        ("ppo_mini_batch_size", "here it is batch.mini_batches (a number of mini-batches, "),
+        (
+            "ppo_mini_batch_size",
+            "here it is batch.mini_batches (a number of mini-batches, ",
+        ),
         ("use_dynamic_bsz", "it has no counterpart here (always)"),
         ("trainer.logger", "here it is tracking ("),
         (
@@ -98,7 +128,10 @@ KEYS = ["run.name", "run.steps", "policy.optimizer.learning_rate", "rollout.samp
         ("runn.steps", "did you mean run.steps?"),
         ("policy.learning_rat", "did you mean policy.optimizer.learning_rate?"),
         ("learning_rates", "did you mean policy.optimizer.learning_rate?"),
-        ("elsewhere.steps", "the configuration has run, policy, rollout."),  # the section counts
+        (
+            "elsewhere.steps",
+            "the configuration has run, policy, rollout.",
+        ),  # the section counts
         ("run.colour", "run has name, steps."),
         ("policy.optimizer.colour", "policy.optimizer has learning_rate."),
         ("policy.colour", "policy has optimizer."),
@@ -119,10 +152,14 @@ def keys_of_the_page() -> list[tuple[str, str]]:
         theirs, _, here = line.strip("| ").partition(" | ")
         if here == "here":
             ours_begins = theirs in ("verl", "OpenRLHF", "TRL")
-        elif ours_begins and line.startswith("| `"):  # else of parts that are no configuration
+        elif ours_begins and line.startswith(
+            "| `"
+        ):  # else of parts that are no configuration
             found += [
                 (key, here)
-                for key in re.findall(r"`(?:--)?(\w+[._][\w.]+)[^`]*`", re.sub(r"\(.*?\)", "", theirs))
+                for key in re.findall(
+                    r"`(?:--)?(\w+[._][\w.]+)[^`]*`", re.sub(r"\(.*?\)", "", theirs)
+                )
             ]
     return found
 
@@ -138,7 +175,9 @@ def test_the_page_of_migration_says_what_the_table_says() -> None:
             continue
         answers = [answer(key, KNOWN[schema]) for schema in SCHEMAS]
         names = {
-            name.rpartition(".")[2] for text in answers for name in re.findall(r"[a-z_]+\.[a-z_.]+\w", text)
+            name.rpartition(".")[2]
+            for text in answers
+            for name in re.findall(r"[a-z_]+\.[a-z_.]+\w", text)
         }
         assert any(answers), key
         assert not names or names & set(re.findall(r"\w+", here)), (key, answers, here)

@@ -32,7 +32,11 @@ from workers.errors import ConfigError
 
 SCHEMAS = [Config, SftConfig, PreferencesConfig]
 BASE = ["model.path=model", "resources.device=cpu"]
-GAE, KL, LORA = "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"
+GAE, KL, LORA = (
+    "algorithm.advantage=gae",
+    "algorithm.loss.kl_coefficient=0.1",
+    "model.lora.rank=4",
+)
 DISTILLED = "algorithm.loss.distillation.coefficient=1"
 
 OF_SEVERAL: dict[Any, str] = {
@@ -52,20 +56,28 @@ def another_value(found: Setting) -> Any:
     if found.type is bool:
         return str(not found.default).lower()
     if found.choices or found.type is str:
-        return next(choice for choice in found.choices or ("a.py:b",) if choice != found.default)
+        return next(
+            choice for choice in found.choices or ("a.py:b",) if choice != found.default
+        )
     tried = (found.default + 1, found.default + 0.1, found.default / 2)
     return next(
-        found.type(value) for value in tried if found.allows(value) and found.type(value) != found.default
+        found.type(value)
+        for value in tried
+        if found.allows(value) and found.type(value) != found.default
     )
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema: type[Config]) -> None:
+def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(
+    schema: type[Config],
+) -> None:
     base = load_as(schema, None, BASE)
     check_settings_have_effect(base)
     tried = [found for found in settings(schema()) if found.only_with and not found.follows]
     # Read at once: to load each alone takes 25 s.
-    changed = load_as(schema, None, [*BASE, *(f"{found.key}={another_value(found)}" for found in tried)])
+    changed = load_as(
+        schema, None, [*BASE, *(f"{found.key}={another_value(found)}" for found in tried)]
+    )
     refused = 0
     for found in tried:
         config = deepcopy(base)
@@ -77,10 +89,14 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
             continue
         with pytest.raises(ConfigError) as caught:
             check_settings_have_effect(config)
-        needed = effect_words(config.conditions, unmet[:1]).removeprefix("Only with ").removesuffix(".")
-        assert str(caught.value).startswith(f"{found.key}=") and f"without {needed}. Set that" in str(
-            caught.value
+        needed = (
+            effect_words(config.conditions, unmet[:1])
+            .removeprefix("Only with ")
+            .removesuffix(".")
         )
+        assert str(caught.value).startswith(
+            f"{found.key}="
+        ) and f"without {needed}. Set that" in str(caught.value)
         refused += 1
     assert refused > 10
 
@@ -88,7 +104,9 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
 CPU_SETTINGS = ("resources.device=cuda", "rollout.threads=2", "rollout.cpu_kv_cache_gib=3")
 
 
-def test_settings_of_cpus_are_left_out_on_gpus_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_cpus_are_left_out_on_gpus_with_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = load_as(Config, None, ["model.path=model", *CPU_SETTINGS])
     leave_out_cpu_settings(config)
     assert config.rollout == Config().rollout
@@ -100,7 +118,9 @@ def test_settings_of_cpus_are_left_out_on_gpus_with_one_line(capsys: pytest.Capt
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_check_changes_nothing(device: str) -> None:
-    config = load_as(Config, None, [*BASE, f"resources.device={device}", "rollout.threads=2"])
+    config = load_as(
+        Config, None, [*BASE, f"resources.device={device}", "rollout.threads=2"]
+    )
     before = deepcopy(config)
     if device == "cpu":
         check_settings_have_effect(config)
@@ -118,7 +138,10 @@ def run_folder_of(workspace: Path) -> Path:
 
 
 DOORS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "fit": ("controller.fit.check", lambda _: fit.main(["--config", "config.yaml", *CPU_SETTINGS])),
+    "fit": (
+        "controller.fit.check",
+        lambda _: fit.main(["--config", "config.yaml", *CPU_SETTINGS]),
+    ),
     "dry run": (
         "controller.fit.check",
         lambda _: fit.main(["--config", "config.yaml", "--dry-run", *CPU_SETTINGS]),
@@ -126,10 +149,20 @@ DOORS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "dry run of a cluster": (
         "controller.fit.check",
         lambda _: fit.main(
-            ["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,gpus=8,gpu=H100", *CPU_SETTINGS]
+            [
+                "--config",
+                "config.yaml",
+                "--dry-run",
+                "--cluster",
+                "nodes=1,gpus=8,gpu=H100",
+                *CPU_SETTINGS,
+            ]
         ),
     ),
-    "Python": ("controller.fit.check", lambda _: ballast.fit("config.yaml", overrides=CPU_SETTINGS)),
+    "Python": (
+        "controller.fit.check",
+        lambda _: ballast.fit("config.yaml", overrides=CPU_SETTINGS),
+    ),
     "an own loop": (
         "ballast.loop.start.check",
         lambda _: start.prepare_run(load("config.yaml", CPU_SETTINGS)),
@@ -156,7 +189,10 @@ class ReachedError(Exception):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_settings_of_cpus_are_left_out_at_every_door(
-    door: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    door: str,
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     check, call = DOORS[door]
 
@@ -176,14 +212,26 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("CPUs", [[]], [["resources.device=cuda"]]),
     ("engines", [[]], []),
     ("engines on GPUs", [["resources.device=cuda"]], [[]]),
-    ("episodes", [["rollout.environment=a.py:b"], ["rollout.tools=a.py"], ["rollout.agent=http"]], [[]]),
-    ("an agent", [["rollout.agent=http"], ["rollout.agent_command=a"]], [["rollout.tools=a.py"]]),
+    (
+        "episodes",
+        [["rollout.environment=a.py:b"], ["rollout.tools=a.py"], ["rollout.agent=http"]],
+        [[]],
+    ),
+    (
+        "an agent",
+        [["rollout.agent=http"], ["rollout.agent_command=a"]],
+        [["rollout.tools=a.py"]],
+    ),
     (
         "an agent's process",
         [["rollout.agent=a.py:b"], ["rollout.agent_command=a"]],
         [[], ["rollout.agent=http"]],
     ),
-    ("a reward model", [["reward.model.path=model"], ["reward.model.paths={a: model}"]], [[]]),
+    (
+        "a reward model",
+        [["reward.model.path=model"], ["reward.model.paths={a: model}"]],
+        [[]],
+    ),
     (
         "discount",
         [[GAE, "algorithm.gae.gamma=0.9"], ["algorithm.gamma=0.9"]],
@@ -194,8 +242,16 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
         [["rollout.tools=a.py"], ["rollout.environment=a.py:b"]],
         [[], ["rollout.agent=http"]],
     ),
-    ("reasoning", [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]], [[]]),
-    ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
+    (
+        "reasoning",
+        [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]],
+        [[]],
+    ),
+    (
+        "several ranks",
+        [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]],
+        [[]],
+    ),
     (
         "copies in memory",
         [[]],
@@ -208,10 +264,26 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
         [[DISTILLED, "teacher.path=model"], [DISTILLED, "teacher.paths={a: model}"]],
         [[], [DISTILLED]],
     ),
-    ("several updates", [["batch.mini_batches=2"], ["batch.epochs=2"]], [["rollout.max_staleness=1"]]),
-    ("old policy", [["batch.epochs=2"], ["rollout.max_staleness=1"], ["batch.replay.share=0.5"]], [[], [KL]]),
-    ("policy's forward pass", [["batch.mini_batches=2"]], [[], [KL], ["rollout.max_staleness=1"]]),
-    ("forward pass", [["batch.epochs=2"], [KL], [GAE], [DISTILLED], ["reward.model.path=model"]], [[]]),
+    (
+        "several updates",
+        [["batch.mini_batches=2"], ["batch.epochs=2"]],
+        [["rollout.max_staleness=1"]],
+    ),
+    (
+        "old policy",
+        [["batch.epochs=2"], ["rollout.max_staleness=1"], ["batch.replay.share=0.5"]],
+        [[], [KL]],
+    ),
+    (
+        "policy's forward pass",
+        [["batch.mini_batches=2"]],
+        [[], [KL], ["rollout.max_staleness=1"]],
+    ),
+    (
+        "forward pass",
+        [["batch.epochs=2"], [KL], [GAE], [DISTILLED], ["reward.model.path=model"]],
+        [[]],
+    ),
     ("data.validation", [["data.validation=a.jsonl"]], [[]]),
     ("data.curriculum left empty", [[]], [["data.curriculum=a.py:b"]]),
     ("model.lora.rank above 0", [[LORA]], [[]]),
@@ -224,17 +296,30 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("condition", "met", "unmet"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("condition", "met", "unmet"), CASES, ids=[case[0] for case in CASES]
+)
 def test_a_condition_holds_with_the_settings_that_its_words_name(
     condition: str, met: list[list[str]], unmet: list[list[str]]
 ) -> None:
-    assert all(holds(load_as(Config, None, [*BASE, *overrides]), condition) for overrides in met)
-    assert not any(holds(load_as(Config, None, [*BASE, *overrides]), condition) for overrides in unmet)
+    assert all(
+        holds(load_as(Config, None, [*BASE, *overrides]), condition) for overrides in met
+    )
+    assert not any(
+        holds(load_as(Config, None, [*BASE, *overrides]), condition) for overrides in unmet
+    )
 
 
-def test_every_named_condition_has_a_case_and_every_name_in_a_section_is_a_setting() -> None:
+def test_every_named_condition_has_a_case_and_every_name_in_a_section_is_a_setting() -> (
+    None
+):
     assert CONDITIONS.keys() <= {case[0] for case in CASES}
-    used = {condition for schema in SCHEMAS for found in settings(schema()) for condition in found.only_with}
+    used = {
+        condition
+        for schema in SCHEMAS
+        for found in settings(schema())
+        for condition in found.only_with
+    }
     assert CONDITIONS.keys() <= used
     left: list[Any] = [schema() for schema in SCHEMAS]
     while left:
@@ -249,7 +334,9 @@ def test_commands_put_conditions_of_their_own_in_place() -> None:
     with refused("policy.forward_max_tokens_per_micro_batch=96"):
         check_settings_have_effect(sft)
     check_settings_have_effect(
-        load_as(PreferencesConfig, None, [*BASE, "policy.forward_max_tokens_per_micro_batch=96"])
+        load_as(
+            PreferencesConfig, None, [*BASE, "policy.forward_max_tokens_per_micro_batch=96"]
+        )
     )
     with refused("reference.path=a"):
         check_settings_have_effect(

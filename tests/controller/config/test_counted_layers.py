@@ -10,10 +10,21 @@ from controller.config import Config, counted_layers
 from controller.config.counted_layers import complete_description
 from controller.planning.planner import counted_costs
 from controller.preflight.time_inputs import shape_of
-from tests.balancing.published_models import GEMMA_3_4B, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_5_9B
+from tests.balancing.published_models import (
+    GEMMA_3_4B,
+    KIMI_LINEAR,
+    NEMOTRON_H_8B,
+    QWEN3_5_9B,
+)
 from workers.errors import ConfigError
 
-GPT_2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+GPT_2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "vocab_size": 50257,
+}
 GEMMA_4 = {
     "model_type": "gemma4",
     "text_config": {
@@ -59,7 +70,9 @@ def config_of(description: dict[str, Any], folder: Path) -> Config:
 def test_families_with_a_formula_need_no_process(
     description: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counted_layers, "ask_module", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        counted_layers, "ask_module", lambda *_: pytest.fail("a process was started")
+    )
     config = config_of(description, tmp_path)
     assert complete_description(description) == description
     assert counted_costs(config).quadratic > 0
@@ -75,8 +88,12 @@ def test_another_family_is_counted_once_on_modules_without_storage(
     queries_of_experts, shared = 2 * 64 * (2 * 16) * 2, 64 * (2 * 16) * 2
     block = 2 * 64 * 96 * 3
     routers = 2 * 64 * 4
-    assert costs.linear / 6 == 2 * (queries_of_experts + shared + block + routers) + 64 * 128
-    monkeypatch.setattr(counted_layers, "ask_module", lambda *_: pytest.fail("it was counted again"))
+    assert (
+        costs.linear / 6 == 2 * (queries_of_experts + shared + block + routers) + 64 * 128
+    )
+    monkeypatch.setattr(
+        counted_layers, "ask_module", lambda *_: pytest.fail("it was counted again")
+    )
     assert counted_costs(config) == costs
 
 
@@ -84,7 +101,9 @@ def test_a_family_that_transformers_does_not_build_is_counted_by_the_formula_or_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(counted_layers, "ask_module", lambda *_: (None, "unknown model_type"))
+    monkeypatch.setattr(
+        counted_layers, "ask_module", lambda *_: (None, "unknown model_type")
+    )
     assert counted_costs(config_of(GPT_2 | {"model_type": "new"}, tmp_path)).linear > 0
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         counted_costs(config_of({"model_type": "other", "hidden_size": 8}, tmp_path))

@@ -20,9 +20,12 @@ SETTINGS = list(settings(Config()))
 NEEDED = ("model.path=m", "data.train=t.jsonl", "reward.function=r.py:f")
 
 
-def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_path: Path) -> None:
+def test_an_override_replaces_the_file_and_the_file_replaces_the_default(
+    tmp_path: Path,
+) -> None:
     config = load(
-        write_workspace(tmp_path), ["policy.data_parallel=1", "policy.optimizer.learning_rate=1e-4"]
+        write_workspace(tmp_path),
+        ["policy.data_parallel=1", "policy.optimizer.learning_rate=1e-4"],
     )
     assert config.policy.data_parallel == 1
     assert config.policy.max_tokens_per_micro_batch == 4096
@@ -43,7 +46,9 @@ def test_a_folder_and_a_pipe_are_no_configuration(
 
 def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path) -> None:
     base = write_workspace(tmp_path)
-    (tmp_path / "mine.yaml").write_text("run: {name: '', steps: 3}\npolicy: {data_parallel: 1}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "run: {name: '', steps: 3}\npolicy: {data_parallel: 1}\n"
+    )
     config = load([base, tmp_path / "mine.yaml"], ["run.seed=7"])
     assert (
         config.run.steps,
@@ -63,7 +68,9 @@ def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path)
         load([base, tmp_path / "wrong.yaml"])
 
 
-@pytest.mark.parametrize("blank", ["data.validation=", "data.validation= ", "data.validation=''"])
+@pytest.mark.parametrize(
+    "blank", ["data.validation=", "data.validation= ", "data.validation=''"]
+)
 def test_a_blank_text_on_the_command_line_is_no_text(tmp_path: Path, blank: str) -> None:
     assert load(write_workspace(tmp_path), [blank]).data.validation == ""
     with refused("policy.data_parallel"):
@@ -71,7 +78,9 @@ def test_a_blank_text_on_the_command_line_is_no_text(tmp_path: Path, blank: str)
 
 
 def test_a_configuration_written_as_yaml_reads_back_as_itself(tmp_path: Path) -> None:
-    config = load(write_workspace(tmp_path), ["validation.sampling.temperature=0", "run.seed=7"])
+    config = load(
+        write_workspace(tmp_path), ["validation.sampling.temperature=0", "run.seed=7"]
+    )
     (tmp_path / "written.yaml").write_text(to_yaml(config))
     assert load(tmp_path / "written.yaml") == config
 
@@ -79,7 +88,9 @@ def test_a_configuration_written_as_yaml_reads_back_as_itself(tmp_path: Path) ->
 def test_every_setting_is_documented_and_its_default_is_in_range() -> None:
     for setting in SETTINGS:
         assert setting.doc.endswith("."), setting.key
-        assert setting.required or setting.follows or setting.allows(setting.default), setting.key
+        assert setting.required or setting.follows or setting.allows(setting.default), (
+            setting.key
+        )
 
 
 @pytest.mark.parametrize("setting", SETTINGS[::7], ids=lambda setting: setting.key)
@@ -144,12 +155,20 @@ REFUSED = [
 def test_a_wrong_override_is_refused_in_one_line_that_begins_with_it(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, [*NEEDED, override])
-    assert str(caught.value).removeprefix("'").startswith(override.partition("=")[0].removesuffix(".x"))
+    assert (
+        str(caught.value)
+        .removeprefix("'")
+        .startswith(override.partition("=")[0].removesuffix(".x"))
+    )
     assert "\n" not in str(caught.value)
-    assert not re.search("http|full_key|object_type|omegaconf", str(caught.value), re.IGNORECASE)
+    assert not re.search(
+        "http|full_key|object_type|omegaconf", str(caught.value), re.IGNORECASE
+    )
 
 
-@pytest.mark.parametrize("override", ["data.chat_template_arguments={a: ???}", "rollout.sampling.stop=[???]"])
+@pytest.mark.parametrize(
+    "override", ["data.chat_template_arguments={a: ???}", "rollout.sampling.stop=[???]"]
+)
 def test_a_value_that_is_not_set_is_not_called_bad_yaml(override: str) -> None:
     with refused("stands for a value that is not set"):
         load(None, [*NEEDED, override])
@@ -197,8 +216,12 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(
             load(missing)
 
 
-@pytest.mark.parametrize(("file", "name"), [("gsm8k.yaml", "gsm8k"), ("addition/config.yaml", "addition")])
-def test_a_run_without_name_takes_that_of_its_file(tmp_path: Path, file: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "name"), [("gsm8k.yaml", "gsm8k"), ("addition/config.yaml", "addition")]
+)
+def test_a_run_without_name_takes_that_of_its_file(
+    tmp_path: Path, file: str, name: str
+) -> None:
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
@@ -226,21 +249,33 @@ def test_nothing_in_a_configuration_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-SHIPPED = sorted([*(REPOSITORY / "configs").glob("*.yaml"), *(REPOSITORY / "examples").glob("*/config.yaml")])
+SHIPPED = sorted(
+    [
+        *(REPOSITORY / "configs").glob("*.yaml"),
+        *(REPOSITORY / "examples").glob("*/config.yaml"),
+    ]
+)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "path", SHIPPED, ids=lambda path: str(path.relative_to(REPOSITORY))
+)
 def test_every_configuration_that_ships_fits_the_schema(path: Path) -> None:
     config = load(path)
     assert config.run.name and (config.reward.weights or config.rollout.environment)
 
 
 @pytest.mark.parametrize(
-    "removal", ["~rollout.threads", "rollout.threads=null", "~rollout", "rollout.threads= null"]
+    "removal",
+    ["~rollout.threads", "rollout.threads=null", "~rollout", "rollout.threads= null"],
 )
-def test_an_override_takes_back_what_was_set_before_it(tmp_path: Path, removal: str) -> None:
+def test_an_override_takes_back_what_was_set_before_it(
+    tmp_path: Path, removal: str
+) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("model: {path: m}\ndata: {train: t}\nreward: {function: f}\nrollout: {threads: 2}\n")
+    path.write_text(
+        "model: {path: m}\ndata: {train: t}\nreward: {function: f}\nrollout: {threads: 2}\n"
+    )
     assert load(path).rollout.threads == 2
     assert load(path, [removal]).rollout == Config().rollout
     assert load(path, ["rollout.threads=3", removal]).rollout == Config().rollout
@@ -259,14 +294,18 @@ def test_an_override_takes_back_what_was_set_before_it(tmp_path: Path, removal: 
         ("model.path=null", "model.path"),
     ],
 )
-def test_a_removal_of_no_setting_and_of_a_needed_one_is_refused(removal: str, message: str) -> None:
+def test_a_removal_of_no_setting_and_of_a_needed_one_is_refused(
+    removal: str, message: str
+) -> None:
     with refused(message):
         load(None, [*NEEDED, removal])
 
 
 def test_removing_a_mapping_leaves_none_of_its_names(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("model: {path: m}\ndata: {sources: {a.jsonl: 1}}\nreward: {functions: {f.py:g: 1}}\n")
+    path.write_text(
+        "model: {path: m}\ndata: {sources: {a.jsonl: 1}}\nreward: {functions: {f.py:g: 1}}\n"
+    )
     config = load(path, ["~data.sources", "data.train=t"])
     assert not config.data.sources
     assert config.data.train == "t"
@@ -302,7 +341,9 @@ def test_a_dropped_setting_is_left_out_of_an_older_run_if_it_changed_nothing(
     tmp_path: Path, idle: bool
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(f"model: {{path: m}}\nbalance: {{redeal_groups: {str(not idle).lower()}}}\n")
+    file.write_text(
+        f"model: {{path: m}}\nbalance: {{redeal_groups: {str(not idle).lower()}}}\n"
+    )
     with nullcontext() if idle else refused("balance.redeal_groups"):
         assert load(file).balance == Config().balance
 
@@ -311,29 +352,59 @@ def test_old_names_are_read_and_one_line_says_the_new_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("model: {path: m}\npolicy: {ranks: 2, max_tokens: 96}\ndata: {over_long: error}\n")
-    config = load(
-        file, ["rollout.memory_fraction=0.75", "run.other_data=${run.resume}", "run.resume=restart"]
+    file.write_text(
+        "model: {path: m}\npolicy: {ranks: 2, max_tokens: 96}\ndata: {over_long: error}\n"
     )
-    assert (config.policy.data_parallel, config.policy.max_tokens_per_micro_batch) == (2, 96)
-    assert (config.data.overlong_prompts, config.rollout.gpu_memory_utilization) == ("error", 0.75)
+    config = load(
+        file,
+        [
+            "rollout.memory_fraction=0.75",
+            "run.other_data=${run.resume}",
+            "run.resume=restart",
+        ],
+    )
+    assert (config.policy.data_parallel, config.policy.max_tokens_per_micro_batch) == (
+        2,
+        96,
+    )
+    assert (config.data.overlong_prompts, config.rollout.gpu_memory_utilization) == (
+        "error",
+        0.75,
+    )
     assert config.run.on_data_change == "restart"
-    for given, read in (("true", "all"), ("false", "none"), ("optimizer", "optimizer")):  # a bool in 0.2
-        assert load(None, ["model.path=m", f"policy.cpu_offload={given}"]).policy.cpu_offload == read
+    for given, read in (
+        ("true", "all"),
+        ("false", "none"),
+        ("optimizer", "optimizer"),
+    ):  # a bool in 0.2
+        assert (
+            load(None, ["model.path=m", f"policy.cpu_offload={given}"]).policy.cpu_offload
+            == read
+        )
     with refused("policy.optimizer.schedule"):
         load(None, ["model.path=m", "policy.optimizer.schedule=true"])
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and said[0].startswith(
         f"{file}: policy.ranks is now policy.data_parallel, policy.max_tokens"
     )
-    assert load_as(SftConfig, None, ["model.path=m", "data.over_long=error"]).data.overlong_records == "error"
+    assert (
+        load_as(
+            SftConfig, None, ["model.path=m", "data.over_long=error"]
+        ).data.overlong_records
+        == "error"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_three_new_names_are_said_and_the_others_counted(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old_names = ["policy.ranks=2", "policy.max_tokens=96", "data.over_long=error", "run.other_data=restart"]
+    old_names = [
+        "policy.ranks=2",
+        "policy.max_tokens=96",
+        "data.over_long=error",
+        "run.other_data=restart",
+    ]
     file = tmp_path / f"{count}.yaml"  # a line is printed once
     OmegaConf.save(OmegaConf.from_dotlist(old_names[:count]), file)
     load_as(Config, file, ["model.path=m"])
@@ -349,32 +420,45 @@ def test_an_old_name_beside_the_new_one_or_with_a_wrong_value_is_refused() -> No
         load(None, ["policy.ranks=two"])
 
 
-@pytest.mark.parametrize(("given", "mode"), [("true", "full"), ("false", "none"), ("auto", "auto")])
-def test_a_switch_that_has_become_a_choice_reads_both(tmp_path: Path, given: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "mode"), [("true", "full"), ("false", "none"), ("auto", "auto")]
+)
+def test_a_switch_that_has_become_a_choice_reads_both(
+    tmp_path: Path, given: str, mode: str
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"model: {{path: m, gradient_checkpointing: {given}}}\n")
     assert load(file).model.gradient_checkpointing == mode
     assert (
-        load(None, ["model.path=m", f"model.gradient_checkpointing={given}"]).model.gradient_checkpointing
+        load(
+            None, ["model.path=m", f"model.gradient_checkpointing={given}"]
+        ).model.gradient_checkpointing
         == mode
     )
     with refused("model.attention"):
         load(file, ["model.attention=true"])  # which was none
 
 
-MAPPINGS = [found.key for found in SETTINGS if getattr(found.type, "__origin__", None) is dict]
+MAPPINGS = [
+    found.key for found in SETTINGS if getattr(found.type, "__origin__", None) is dict
+]
 
 
 @pytest.mark.parametrize("key", MAPPINGS)
 @pytest.mark.parametrize(
-    "value", ["/models/rm", "[a]", "3", "{a: ${run.seed}}", "{a: '${run.seed}'}", "{[1]: 2}", ""]
+    "value",
+    ["/models/rm", "[a]", "3", "{a: ${run.seed}}", "{a: '${run.seed}'}", "{[1]: 2}", ""],
 )
-def test_every_mapping_refuses_other_values_by_its_name(tmp_path: Path, key: str, value: str) -> None:
+def test_every_mapping_refuses_other_values_by_its_name(
+    tmp_path: Path, key: str, value: str
+) -> None:
     with refused(key):
         load(write_workspace(tmp_path), [f"{key}={value}"])
 
 
-@pytest.mark.parametrize("key", [found.key for found in SETTINGS if found.type is dict[str, float]])
+@pytest.mark.parametrize(
+    "key", [found.key for found in SETTINGS if found.type is dict[str, float]]
+)
 def test_names_of_a_mapping_are_texts(tmp_path: Path, key: str) -> None:
     with refused(key):
         load(write_workspace(tmp_path), [f"{key}={{1: 2}}"])
@@ -391,11 +475,22 @@ def test_a_home_is_read_as_a_shell_reads_it(
         section, _, name = key.partition(".")
         assert getattr(getattr(config, section), name) == "/home/me/x y"
     mapped = load(
-        base, ["data.train=", f"data.sources={{{start}/a.jsonl: 2}}", f"teacher.paths={{a: {start}/t}}"]
+        base,
+        [
+            "data.train=",
+            f"data.sources={{{start}/a.jsonl: 2}}",
+            f"teacher.paths={{a: {start}/t}}",
+        ],
     )
-    assert mapped.data.sources == {"/home/me/a.jsonl": 2} and mapped.teacher.paths == {"a": "/home/me/t"}
-    assert load(base, [f"data.system_prompt=a {start}/x"]).data.system_prompt == f"a {start}/x"
-    assert load(base, [f"rollout.sampling.stop=['{start}/']"]).rollout.sampling.stop == [f"{start}/"]
+    assert mapped.data.sources == {"/home/me/a.jsonl": 2} and mapped.teacher.paths == {
+        "a": "/home/me/t"
+    }
+    assert (
+        load(base, [f"data.system_prompt=a {start}/x"]).data.system_prompt == f"a {start}/x"
+    )
+    assert load(base, [f"rollout.sampling.stop=['{start}/']"]).rollout.sampling.stop == [
+        f"{start}/"
+    ]
 
 
 @pytest.mark.parametrize("value", ["$BALLAST_UNSET/x", "~nosuchuser/x"])
@@ -417,10 +512,15 @@ def test_one_value_is_read_as_a_list_of_it(tmp_path: Path, setting: Setting) -> 
 @pytest.mark.parametrize("value", ["[q_proj, v_proj]", "q_proj,v_proj"])
 def test_target_modules_are_a_list_or_names_in_a_text(tmp_path: Path, value: str) -> None:
     written = write_workspace(tmp_path)
-    assert load(written, [f"model.lora.target_modules={value}"]).model.lora.target_modules == "q_proj,v_proj"
+    assert (
+        load(written, [f"model.lora.target_modules={value}"]).model.lora.target_modules
+        == "q_proj,v_proj"
+    )
     (tmp_path / "lora.yaml").write_text(
         f"model: {{lora: {{target_modules: {value if '[' in value else [value]}}}}}"
     )
-    assert load([written, tmp_path / "lora.yaml"]).model.lora.target_modules == "q_proj,v_proj"
+    assert (
+        load([written, tmp_path / "lora.yaml"]).model.lora.target_modules == "q_proj,v_proj"
+    )
     with refused("model.lora.target_modules"):
         load(written, ["model.lora.target_modules=[]"])

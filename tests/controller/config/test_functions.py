@@ -18,7 +18,13 @@ RECORD = {"prompt": "1+1=", "answer": "2", "source": "x"}
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "no.such.module:reward", "no/such/file.py:reward", "examples.addition.reward:grade"]
+    "name",
+    [
+        "reward",
+        "no.such.module:reward",
+        "no/such/file.py:reward",
+        "examples.addition.reward:grade",
+    ],
 )
 def test_what_is_missing_is_named(name: str) -> None:
     with refused("data.curriculum"):
@@ -26,17 +32,26 @@ def test_what_is_missing_is_named(name: str) -> None:
 
 
 def test_a_function_gets_the_columns_that_it_names() -> None:
-    assert requested_columns(signature_of(lambda response, answer: 0.0), RECORD, "f") == ("answer",)
-    assert requested_columns(signature_of(lambda response, prompt, source="": 0.0), RECORD, "f") == (
+    assert requested_columns(signature_of(lambda response, answer: 0.0), RECORD, "f") == (
+        "answer",
+    )
+    assert requested_columns(
+        signature_of(lambda response, prompt, source="": 0.0), RECORD, "f"
+    ) == (
         "prompt",
         "source",
     )
-    assert requested_columns(signature_of(lambda response, **columns: 0.0), RECORD, "f") == (
+    assert requested_columns(
+        signature_of(lambda response, **columns: 0.0), RECORD, "f"
+    ) == (
         "answer",
         "prompt",
         "source",
     )
-    assert requested_columns(signature_of(lambda response, strict=True: 0.0), RECORD, "f") == ()
+    assert (
+        requested_columns(signature_of(lambda response, strict=True: 0.0), RECORD, "f")
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,22 +74,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # 
     return float(solution_str == ground_truth)
 
 
-VERL = {"prompt": [], "data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "4"}}
+VERL = {
+    "prompt": [],
+    "data_source": "gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+}
 
 
 def test_verls_arguments_come_from_its_columns() -> None:
-    taken = requested_columns(signature_of(compute_score), VERL | {"extra_info": {}, "answer": "5"}, "f")
+    taken = requested_columns(
+        signature_of(compute_score), VERL | {"extra_info": {}, "answer": "5"}, "f"
+    )
     assert taken == ("data_source", "extra_info", "reward_model")
-    taken = requested_columns(signature_of(compute_score), VERL | {"ground_truth": "4"}, "f")
+    taken = requested_columns(
+        signature_of(compute_score), VERL | {"ground_truth": "4"}, "f"
+    )
     assert taken == ("data_source", "ground_truth")
-    assert requested_columns(signature_of(lambda solution_str, **rest: 0.0), VERL, "f") == ()
+    assert (
+        requested_columns(signature_of(lambda solution_str, **rest: 0.0), VERL, "f") == ()
+    )
 
 
 @pytest.mark.parametrize(
     ("record", "named"),
     [
         ({"prompt": ""}, ("data_source", "ground_truth")),
-        ({"prompt": "", "data_source": "x", "reward_model": {"style": "rule"}}, ("ground_truth",)),
+        (
+            {"prompt": "", "data_source": "x", "reward_model": {"style": "rule"}},
+            ("ground_truth",),
+        ),
         (
             {"prompt": "", "data_source": "x", "reward_model": "rule"},
             ("ground_truth", "reward_model.ground_truth"),
@@ -92,7 +120,11 @@ def test_what_records_lack_for_verls_arguments_is_named(
 def test_verls_batched_form_is_named() -> None:
     with refused("'solution_strs'"):
         requested_columns(
-            signature_of(lambda data_sources, solution_strs, ground_truths, extra_infos: 0.0), VERL, "f"
+            signature_of(
+                lambda data_sources, solution_strs, ground_truths, extra_infos: 0.0
+            ),
+            VERL,
+            "f",
         )
 
 
@@ -129,7 +161,9 @@ def test_a_part_with_a_name_of_ours_is_refused_before_a_run(name: str) -> None:
     with refused(f"reward part '{name}'", DataError):
         try_rewards([RewardFunction("reward", 1.0, packed, ())], RECORD, 10)
     try_rewards(
-        [RewardFunction("f", 1.0, packed, ()), RewardFunction("g", 1.0, packed, ())], RECORD, 10
+        [RewardFunction("f", 1.0, packed, ()), RewardFunction("g", 1.0, packed, ())],
+        RECORD,
+        10,
     )  # f/mean
 
 
@@ -137,7 +171,9 @@ def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
     assert as_score(1, "x").reward == 1.0
     score = as_score({"reward": 0.5, "exact": True}, "x")
     assert (score.reward, score.parts) == (0.5, {"exact": 1.0})
-    assert [as_score({"reward": 1, "answer": answer}, "x").answer for answer in (None, "", 4)] == [
+    assert [
+        as_score({"reward": 1, "answer": answer}, "x").answer for answer in (None, "", 4)
+    ] == [
         "",
         "",
         "4",
@@ -148,10 +184,13 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    "value", [None, "high", {"scores": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}]
+    "value",
+    [None, "high", {"scores": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}],
 )
 def test_what_is_no_reward_is_refused(value: object) -> None:
-    with refused("'x'" if not isinstance(value, dict) or "reward" in value else "'reward'", DataError):
+    with refused(
+        "'x'" if not isinstance(value, dict) or "reward" in value else "'reward'", DataError
+    ):
         as_score(value, "x")
 
 
@@ -165,7 +204,9 @@ def test_a_function_that_cannot_score_any_text_is_refused_before_the_run() -> No
     def last_word(response: str, answer: str) -> float:
         return float(response.split()[-1] == answer)
 
-    functions = [RewardFunction("last_word", 1.0, cloudpickle.dumps(last_word), ("answer",))]
+    functions = [
+        RewardFunction("last_word", 1.0, cloudpickle.dumps(last_word), ("answer",))
+    ]
     with refused("last_word: raised IndexError"):
         try_rewards(functions, RECORD, 5)
 

@@ -24,7 +24,9 @@ def test_a_job_says_that_it_works_in_a_copy(copy: Path, tmp_path: Path) -> None:
     absolute = f"run.dir={tmp_path / 'runs'}"
     check(load("config.yaml", [absolute]))
     for missing in ("model.path=models/gone", "data.train=gone.jsonl"):
-        assert f"{COPY}, without files that git ignores: give an absolute path" in refusal(absolute, missing)
+        assert f"{COPY}, without files that git ignores: give an absolute path" in refusal(
+            absolute, missing
+        )
     assert COPY not in refusal(absolute, "model.path=/models/gone")
     assert refusal().startswith("run.dir: runs/test is relative to a Ray job's copy")
 

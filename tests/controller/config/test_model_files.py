@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from controller.config.model_files import check_whole, positions, read_model_files, special_tokens
+from controller.config.model_files import (
+    check_whole,
+    positions,
+    read_model_files,
+    special_tokens,
+)
 from tests.refusals import refused
 
 
@@ -41,7 +46,11 @@ def write_model(folder: Path, **files: Any) -> Path:
     [
         ({"config": {}}, (), False),
         ({"config": {"eos_token_id": 0}}, (0,), True),
-        ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [4, 5]}}, (3, 4, 5), True),
+        (
+            {"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [4, 5]}},
+            (3, 4, 5),
+            True,
+        ),
         ({"config": {"eos_token_id": 3, "text_config": {"eos_token_id": 7}}}, (7,), True),
         ({"config": {"eos_token_id": 3, "text_config": None}}, (3,), True),
         ({"config": {}, "tokenizer_config": {"eos_token": "<e>"}}, (), True),
@@ -79,8 +88,13 @@ def test_weights_tokenizer_and_chat_template_are_seen_one_by_one(tmp_path: Path)
 
 def test_special_tokens_come_from_either_file_of_the_tokenizer(tmp_path: Path) -> None:
     assert special_tokens(tmp_path) == {}
-    decoder = {"5": {"content": "<e>", "special": True}, "6": {"content": "<plain>", "special": False}}
+    decoder = {
+        "5": {"content": "<e>", "special": True},
+        "6": {"content": "<plain>", "special": False},
+    }
     write_model(tmp_path, tokenizer_config={"added_tokens_decoder": decoder})
     assert special_tokens(tmp_path) == {"<e>": 5}
-    write_model(tmp_path, tokenizer={"added_tokens": [{"id": 9, "content": "<f>", "special": True}]})
+    write_model(
+        tmp_path, tokenizer={"added_tokens": [{"id": 9, "content": "<f>", "special": True}]}
+    )
     assert special_tokens(tmp_path) == {"<f>": 9}

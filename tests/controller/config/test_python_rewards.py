@@ -38,7 +38,9 @@ def given_config(workspace: Path, reward: Any) -> tuple[Config, Any]:
     return config, give_rewards(config.reward, reward)
 
 
-def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_own(workspace: Path) -> None:
+def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_own(
+    workspace: Path,
+) -> None:
     wanted = 0.5
 
     def closure(response: str) -> float:
@@ -47,13 +49,28 @@ def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_
     def scaled(scale: float, response: str) -> float:
         return scale
 
-    rewards = {with_bonus: 1.0, closure: 10.0, lambda response: 1.0: 100.0, partial(scaled, 2.0): 1000.0}
+    rewards = {
+        with_bonus: 1.0,
+        closure: 10.0,
+        lambda response: 1.0: 100.0,
+        partial(scaled, 2.0): 1000.0,
+    }
     config, given = given_config(workspace, rewards | {Counting(0): 10_000.0})
     check(config, given)
     names = ["with_bonus", "closure", "lambda", "scaled", "Counting"]
-    assert list(config.reward.functions) == list(given) == [f"callable:{name}" for name in names]
+    assert (
+        list(config.reward.functions)
+        == list(given)
+        == [f"callable:{name}" for name in names]
+    )
     functions, _ = reward_functions(config, RECORD, call_functions=given)
-    assert [function.columns for function in functions] == [("solution",), (), (), (), ("prompt", "solution")]
+    assert [function.columns for function in functions] == [
+        ("solution",),
+        (),
+        (),
+        (),
+        ("prompt", "solution"),
+    ]
     score = try_rewards(functions, RECORD, 30)  # of an empty response
     assert score.reward == 0.25 + 5.0 + 100.0 + 2000.0 + 30_000.0
     assert score.parts == dict(zip(names, (0.25, 0.5, 1.0, 2.0, 3.0), strict=True))
@@ -62,7 +79,9 @@ def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_
 def test_a_function_is_pickled_by_value_and_its_module_is_left_as_it_was() -> None:
     before = cloudpickle.list_registry_pickle_by_value()
     (packed,) = give_rewards(RewardConfig(), with_bonus).values()
-    assert b"bonus" in packed.packed, "the value of the global, not the name of a module to import"
+    assert b"bonus" in packed.packed, (
+        "the value of the global, not the name of a module to import"
+    )
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
@@ -91,11 +110,18 @@ def test_the_version_of_a_function_is_that_of_its_code_and_what_it_holds() -> No
         Counting(1),
         Counting(2),
     ]
-    others += [lambda response: 1.0, lambda response: 2.0, lambda response: len(response), with_bonus]
+    others += [
+        lambda response: 1.0,
+        lambda response: 2.0,
+        lambda response: len(response),
+        with_bonus,
+    ]
     assert len({version(function) for function in others}) == len(others)
 
 
-def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(workspace: Path) -> None:
+def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(
+    workspace: Path,
+) -> None:
     config, given = given_config(workspace, with_bonus)
     assert (config.reward.function, config.reward.functions) == ("callable:with_bonus", {})
     config, given = given_config(workspace, {"reward.py:reward": 2.0, with_bonus: 1.0})

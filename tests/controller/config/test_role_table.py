@@ -46,14 +46,20 @@ SCHEMAS: tuple[type[TrainingConfig], ...] = (
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_a_row_names_a_worker_settings_and_conditions_that_exist(schema: type[TrainingConfig]) -> None:
+def test_a_row_names_a_worker_settings_and_conditions_that_exist(
+    schema: type[TrainingConfig],
+) -> None:
     keys = {setting.key for setting in settings(schema())}
 
     for spec in schema.role_table:
         assert issubclass(resolve_name(spec.worker), Worker), spec.name
         assert {spec.path_setting(), f"{spec.settings_section}.cpu_offload"} <= keys
         caps = [cap for caps in spec.passes.values() for cap in caps]
-        assert {f"{cap}_{unit}_per_micro_batch" for cap in caps for unit in ("tokens", "sequences")} <= keys
+        assert {
+            f"{cap}_{unit}_per_micro_batch"
+            for cap in caps
+            for unit in ("tokens", "sequences")
+        } <= keys
         assert not spec.learns or f"{spec.settings_section}.optimizer.name" in keys
         for condition in filter(None, (spec.used_with, spec.started_with)):
             holds(schema(), condition)
@@ -78,7 +84,11 @@ def test_a_command_without_a_role_does_not_use_it() -> None:
     [
         ([], False, False),
         (["algorithm.loss.kl_coefficient=0.1"], True, True),
-        (["algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"], True, False),  # without its adapters
+        (
+            ["algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"],
+            True,
+            False,
+        ),  # without its adapters
         (["model.lora.rank=4"], False, False),
     ],
 )
@@ -93,16 +103,30 @@ def test_a_reference_has_ranks_of_its_own_if_it_is_used_and_not_the_policy(
 def test_a_new_row_reaches_limits_layout_workers_and_estimates(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     model = str(tmp_path / "model")
-    plain = ["policy.max_tokens_per_micro_batch=4096", f"model.path={model}", "data.train=data"]
+    plain = [
+        "policy.max_tokens_per_micro_batch=4096",
+        f"model.path={model}",
+        "data.train=data",
+    ]
     without = load_as(StudentConfig, None, plain)
-    config = load_as(StudentConfig, None, [*plain, "algorithm.gamma=0.5", "reference.cpu_offload=true"])
+    config = load_as(
+        StudentConfig, None, [*plain, "algorithm.gamma=0.5", "reference.cpu_offload=true"]
+    )
 
     assert without.training_roles == ("policy",)
     assert config.training_roles == ("policy", "student")
     assert config.limits["student.log_probs"].max_tokens == 4096
     assert config.model_of("student").path == model
-    assert [request.role for request in role_requests(config)] == ["policy", "student", "rollout", "reward"]
-    assert training_pool(config).bundles[0]["CPU"] == 2 * training_pool(without).bundles[0]["CPU"]
+    assert [request.role for request in role_requests(config)] == [
+        "policy",
+        "student",
+        "rollout",
+        "reward",
+    ]
+    assert (
+        training_pool(config).bundles[0]["CPU"]
+        == 2 * training_pool(without).bundles[0]["CPU"]
+    )
     assert worker_arguments(config, "student")["cpu_offload"]
     assert "optimizer" not in worker_arguments(config, "student")
     assert needs_of(config).frozen == needs_of(without).frozen + 1

@@ -40,15 +40,25 @@ def dataset(count: int, **options: object) -> PromptDataset:
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 5))
 def test_every_epoch_deals_every_prompt_once(count: int, size: int, seed: int) -> None:
     prompts = dataset(count, seed=seed)
-    stream = [prompt for step in range(-(-2 * count // size)) for prompt in prompts.take(step * size, size)]
+    stream = [
+        prompt
+        for step in range(-(-2 * count // size))
+        for prompt in prompts.take(step * size, size)
+    ]
     assert len({prompt.uid for prompt in stream}) == len(stream)
     for epoch in range(2):
-        answers = [prompt.columns["answer"] for prompt in stream[epoch * count : (epoch + 1) * count]]
+        answers = [
+            prompt.columns["answer"]
+            for prompt in stream[epoch * count : (epoch + 1) * count]
+        ]
         assert sorted(answers) == list(range(count))
 
 
 def test_a_place_of_the_stream_is_a_pure_function_of_the_seed() -> None:
-    order = [[p.columns["answer"] for p in dataset(50, seed=3).take(step * 7, 7)] for step in (9, 2, 9)]
+    order = [
+        [p.columns["answer"] for p in dataset(50, seed=3).take(step * 7, 7)]
+        for step in (9, 2, 9)
+    ]
     assert order[0] == order[2] != order[1]
     assert order[0] != [p.columns["answer"] for p in dataset(50, seed=4).take(63, 7)]
     assert [p.columns["answer"] for p in dataset(5, shuffle=False).take(3, 3)] == [3, 4, 0]
@@ -72,10 +82,15 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
     user, own = {"role": "user", "content": "u"}, {"role": "system", "content": "o"}
     texts = [
         "".join(map(chr, p.ids))
-        for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], LETTERS, rules)
+        for p in PromptDataset(
+            [{"prompt": [user]}, {"prompt": [own, user]}], LETTERS, rules
+        )
     ]
     assert texts == ["Su", "ou"]
-    assert next(iter(PromptDataset([{"prompt": [user]}], LETTERS, RULES))).ids.dtype == np.int32
+    assert (
+        next(iter(PromptDataset([{"prompt": [user]}], LETTERS, RULES))).ids.dtype
+        == np.int32
+    )
     with refused("data.system_prompt", DataError):
         PromptDataset([{"prompt": "u"}], LETTERS, rules)
 
@@ -92,7 +107,9 @@ def test_a_teacher_reads_the_context_in_a_text_or_the_last_question() -> None:
     ]
     found = [PromptDataset([record], LETTERS, rules) for record in records]
     taught = ["".join(map(chr, next(iter(dataset)).teacher_ids)) for dataset in found]
-    assert taught == ["{prompt}|u", "ua7|v"] and [dataset.longest_taught for dataset in found] == [10, 5]
+    assert taught == ["{prompt}|u", "ua7|v"] and [
+        dataset.longest_taught for dataset in found
+    ] == [10, 5]
     for prompt, hint in (([{"role": "system", "content": "s"}], "h"), ("u", None)):
         with refused("data record 1", DataError):
             PromptDataset([{"prompt": prompt, "hint": hint}], LETTERS, rules)
@@ -121,7 +138,9 @@ def test_a_curriculum_that_names_no_record_is_refused(order: Any) -> None:
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 60))
-def test_a_mixture_is_never_a_prompt_off_its_weights(weights: list[float], count: int) -> None:
+def test_a_mixture_is_never_a_prompt_off_its_weights(
+    weights: list[float], count: int
+) -> None:
     sources = [dataset(5, name=str(i), shuffle=False) for i in range(len(weights))]
     dealt = [p.source for p in PromptMixture(sources, weights).take(0 * count, count)]
     for i, weight in enumerate(weights):
@@ -130,10 +149,14 @@ def test_a_mixture_is_never_a_prompt_off_its_weights(weights: list[float], count
 
 def test_a_mixture_is_a_pure_function_of_the_step_and_keeps_each_sources_order() -> None:
     def mixture() -> PromptMixture:
-        return PromptMixture([dataset(5, seed=1, name="a"), dataset(3, seed=1, name="b")], [2, 1])
+        return PromptMixture(
+            [dataset(5, seed=1, name="a"), dataset(3, seed=1, name="b")], [2, 1]
+        )
 
     whole = mixture().take(0, 12)
-    assert [p.columns["answer"] for p in mixture().take(8, 4)] == [p.columns["answer"] for p in whole[8:]]
+    assert [p.columns["answer"] for p in mixture().take(8, 4)] == [
+        p.columns["answer"] for p in whole[8:]
+    ]
     alone = [p.columns["answer"] for p in dataset(5, seed=1).take(0, 8)]
     assert [p.columns["answer"] for p in whole if p.source == "a"] == alone
     assert len({p.uid for p in whole}) == 12

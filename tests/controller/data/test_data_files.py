@@ -15,7 +15,10 @@ from workers.errors import DataError
 
 LAYOUTS = {
     "DatasetDict": ["train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"],
-    "DatasetDict of odd names": ["gold/data-00000-of-00001.arrow", "extra/data-00000-of-00001.arrow"],
+    "DatasetDict of odd names": [
+        "gold/data-00000-of-00001.arrow",
+        "extra/data-00000-of-00001.arrow",
+    ],
     "snapshot": ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
     "snapshot of ultrafeedback": [
         "data/train_sft-00000-of-00001.parquet",
@@ -34,7 +37,10 @@ NAMES = {
 }
 SHARDS = {
     "save_to_disk": ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"],
-    "shards of a split": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+    "shards of a split": [
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+    ],
     "parts": ["part-0.jsonl", "part-1.jsonl"],
     "words within words": ["contest.jsonl", "trained.jsonl"],
     "test files alone": ["test-a.jsonl", "test-b.jsonl"],
@@ -52,7 +58,9 @@ def _prompts(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_folder_of_several_splits_is_read_one_split_at_a_time(layout: str, tmp_path: Path) -> None:
+def test_a_folder_of_several_splits_is_read_one_split_at_a_time(
+    layout: str, tmp_path: Path
+) -> None:
     files, splits = LAYOUTS[layout], NAMES.get(layout, ("train", "test"))
     _write_files(tmp_path, files)
     if layout.startswith("DatasetDict"):
@@ -63,7 +71,9 @@ def test_a_folder_of_several_splits_is_read_one_split_at_a_time(layout: str, tmp
     for file, split in zip(files, splits, strict=True):
         path = f"{tmp_path}@{split}"
         assert _prompts(path) == [file]
-        assert is_on_disk(path) and hub_dataset(path) is None and data_folder(path) == tmp_path
+        assert (
+            is_on_disk(path) and hub_dataset(path) is None and data_folder(path) == tmp_path
+        )
     with refused("gone", DataError):
         read_records(f"{tmp_path}@gone", "prompt")
 
@@ -76,8 +86,14 @@ def test_files_of_one_split_are_read_together(layout: str, tmp_path: Path) -> No
 
 
 def test_subsets_of_a_hub_repository_are_not_mixed(tmp_path: Path) -> None:
-    _write_files(tmp_path, ["main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"])
-    subsets = [{"config_name": "main", "data_files": "x"}, {"config_name": "socratic", "data_files": "x"}]
+    _write_files(
+        tmp_path,
+        ["main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"],
+    )
+    subsets = [
+        {"config_name": "main", "data_files": "x"},
+        {"config_name": "socratic", "data_files": "x"},
+    ]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(subsets)}\n---\nText")
     with refused("socratic", DataError):
         read_records(f"{tmp_path}@train", "prompt")
@@ -86,9 +102,20 @@ def test_subsets_of_a_hub_repository_are_not_mixed(tmp_path: Path) -> None:
 
 def test_a_pattern_names_several_files(tmp_path: Path) -> None:
     _write_files(
-        tmp_path, ["a/part-0.jsonl", "a/part-1.jsonl", "a/test.jsonl", "b/part-2.jsonl", "b/notes.json"]
+        tmp_path,
+        [
+            "a/part-0.jsonl",
+            "a/part-1.jsonl",
+            "a/test.jsonl",
+            "b/part-2.jsonl",
+            "b/notes.json",
+        ],
     )
-    for pattern, count in (("a/part-*.jsonl", 2), ("**/part-?.jsonl", 3), ("[ab]/part-[02].jsonl", 2)):
+    for pattern, count in (
+        ("a/part-*.jsonl", 2),
+        ("**/part-?.jsonl", 3),
+        ("[ab]/part-[02].jsonl", 2),
+    ):
         path = f"{tmp_path}/{pattern}"
         assert len(_prompts(path)) == count and is_on_disk(path)
     assert data_folder(f"{tmp_path}/a/part-*.jsonl") == tmp_path / "a"
@@ -112,8 +139,12 @@ def test_a_json_file_may_hold_one_record_a_line(text: str, tmp_path: Path) -> No
     assert _prompts(str(tmp_path / "x.json")) == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.csv", "b.ndjson", "b.JSONL", "inner/b.jsonl.zst"])
-def test_files_of_a_folder_that_nothing_reads_are_not_missed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["b.jsonl.gz", "b.csv", "b.ndjson", "b.JSONL", "inner/b.jsonl.zst"]
+)
+def test_files_of_a_folder_that_nothing_reads_are_not_missed(
+    name: str, tmp_path: Path
+) -> None:
     _write_files(tmp_path, ["a.jsonl"])
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"x")
@@ -139,7 +170,9 @@ def test_a_file_of_another_form_than_its_name_says_is_named(
         read_records(f"{tmp_path}/x{suffix}", "prompt")
 
 
-@pytest.mark.parametrize("address", ["s3://b/x.parquet", "https://x.y/z.jsonl", "hf://datasets/a/b/x.jsonl"])
+@pytest.mark.parametrize(
+    "address", ["s3://b/x.parquet", "https://x.y/z.jsonl", "hf://datasets/a/b/x.jsonl"]
+)
 def test_an_address_is_no_missing_file(address: str) -> None:
     with refused("address", DataError):
         read_records(address, "prompt")

@@ -17,7 +17,10 @@ from tests.controller.config_workspace import refusal
 from tests.refusals import refused
 from workers.errors import DataError
 
-ROWS = {"train": [{"question": "1+1=", "solution": "2"}], "test": [{"question": "2+2=", "solution": "4"}]}
+ROWS = {
+    "train": [{"question": "1+1=", "solution": "2"}],
+    "test": [{"question": "2+2=", "solution": "4"}],
+}
 
 
 @pytest.fixture
@@ -27,7 +30,9 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str
     """
     asked: list[tuple[str, str | None, str]] = []
 
-    def load_dataset(path: str, name: str | None = None, *, split: str) -> list[dict[str, str]]:
+    def load_dataset(
+        path: str, name: str | None = None, *, split: str
+    ) -> list[dict[str, str]]:
         asked.append((path, name, split))
         if path != "openai/gsm8k":
             raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
@@ -72,14 +77,18 @@ def test_a_configuration_names_split_and_subset(
     assert datasets == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert read_records("openai/gsm8k:main@test", "question") == ROWS["test"]
     assert "openai/gsm8k@test." in refusal(
-        "data.train=openai/gsm8k", "data.validation=openai/gsm8k", "data.prompt_key=question"
+        "data.train=openai/gsm8k",
+        "data.validation=openai/gsm8k",
+        "data.prompt_key=question",
     )
     with refused("openai/gsm8k record 1", DataError):
         read_records("openai/gsm8k", "prompt")
 
 
 def test_without_a_network_or_the_package_a_line_says_what_to_do(
-    workspace: Path, datasets: list[tuple[str, str | None, str]], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    datasets: list[tuple[str, str | None, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = refusal("data.train=somebody/sums")
     assert said.startswith("data.train: ") and "ConnectionError" in said

@@ -49,12 +49,18 @@ def _dataset(
     file = folder / "train.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return PromptDataset(
-        read_records(str(file), "prompt", image_key="images"), renderer, rules, name=str(file)
+        read_records(str(file), "prompt", image_key="images"),
+        renderer,
+        rules,
+        name=str(file),
     )
 
 
 def test_every_form_is_one_prompt(folder: Path, renderer: Renderer) -> None:
-    url = "data:image/png;base64," + base64.b64encode((folder / "a.png").read_bytes()).decode()
+    url = (
+        "data:image/png;base64,"
+        + base64.b64encode((folder / "a.png").read_bytes()).decode()
+    )
     forms = [
         {"prompt": _user([PART, TEXT]), "images": ["a.png"]},
         {"prompt": _user([PART, TEXT]), "images": "a.png"},
@@ -74,7 +80,9 @@ def test_every_form_is_one_prompt(folder: Path, renderer: Renderer) -> None:
     assert [prompt.columns["images"][0] for prompt in prompts[:1]] == ["a.png 84 x 56"]
     text = f"{PLACEHOLDERS[FAMILY]}How many?"
     (plain,) = _dataset(folder, renderer, {"prompt": text, "images": ["a.png"]})
-    whole = renderer.placeholders._processor(text=[text], images=[pictures()[:1]], add_special_tokens=False)  # type: ignore[union-attr]
+    whole = renderer.placeholders._processor(
+        text=[text], images=[pictures()[:1]], add_special_tokens=False
+    )  # type: ignore[union-attr]
     assert plain.ids.tolist() == list(whole["input_ids"][0])
 
 
@@ -85,7 +93,9 @@ def _place(prompt: Any) -> tuple[int, int]:
 def test_parquet_as_datasets_writes_it(folder: Path, renderer: Renderer) -> None:
     content = (folder / "b.png").read_bytes()
     messages = _user([PART | {"text": None}, TEXT])
-    table = pa.Table.from_pylist([{"prompt": messages, "images": [{"bytes": content, "path": "b.png"}]}])
+    table = pa.Table.from_pylist(
+        [{"prompt": messages, "images": [{"bytes": content, "path": "b.png"}]}]
+    )
     pq.write_table(table, folder / "train.parquet")
     records = read_records(str(folder / "train.parquet"), "prompt", image_key="images")
     (prompt,) = PromptDataset(records, renderer, RULES, name=str(folder / "train.parquet"))
@@ -93,10 +103,14 @@ def test_parquet_as_datasets_writes_it(folder: Path, renderer: Renderer) -> None
     assert prompt.columns["images"] == ["b.png 56 x 112"]
 
 
-def test_sizes_follow_image_pixels_and_count_as_tokens(folder: Path, renderer: Renderer) -> None:
+def test_sizes_follow_image_pixels_and_count_as_tokens(
+    folder: Path, renderer: Renderer
+) -> None:
     record = {"prompt": _user([PART, TEXT]), "images": ["b.png"]}
     (large,) = _dataset(folder, renderer, record)
-    (small,) = _dataset(folder, renderer, record, rules=replace(RULES, image_pixels=(0, 28 * 56)))
+    (small,) = _dataset(
+        folder, renderer, record, rules=replace(RULES, image_pixels=(0, 28 * 56))
+    )
     assert (small.images[0].image.width, small.images[0].image.height) == (28, 56)
     assert len(large.ids) - len(small.ids) == 8 - 2  # patches of 28 x 28 pixels
     assert read_image(small.images[0].image.data.open(), "record 1").size == (28, 56)
@@ -104,7 +118,9 @@ def test_sizes_follow_image_pixels_and_count_as_tokens(folder: Path, renderer: R
     with refused("data.max_prompt_tokens", DataError):
         _dataset(folder, renderer, record, rules=short)
     with refused("truncate", DataError):
-        _dataset(folder, renderer, record, rules=replace(short, overlong_prompts="truncate"))
+        _dataset(
+            folder, renderer, record, rules=replace(short, overlong_prompts="truncate")
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,20 +133,27 @@ def test_sizes_follow_image_pixels_and_count_as_tokens(folder: Path, renderer: R
         {"prompt": f"{PLACEHOLDERS[FAMILY]}?"},
     ],
 )
-def test_images_without_places_are_refused(record: dict[str, Any], folder: Path, renderer: Renderer) -> None:
+def test_images_without_places_are_refused(
+    record: dict[str, Any], folder: Path, renderer: Renderer
+) -> None:
     with refused("record 1 has", DataError):
         _dataset(folder, renderer, record)
 
 
 def test_images_are_given_once(folder: Path, renderer: Renderer) -> None:
     with refused("data.image_key", DataError):
-        _dataset(folder, renderer, {"prompt": _user([PART | {"image": "a.png"}, TEXT]), "images": ["a.png"]})
+        _dataset(
+            folder,
+            renderer,
+            {"prompt": _user([PART | {"image": "a.png"}, TEXT]), "images": ["a.png"]},
+        )
 
 
 def test_a_bad_image_costs_its_record(folder: Path, renderer: Renderer) -> None:
     (folder / "bad.png").write_bytes((folder / "a.png").read_bytes()[:500])
     good, *bad = [
-        {"prompt": _user([PART, TEXT]), "images": [name]} for name in ("a.png", "bad.png", "gone.png")
+        {"prompt": _user([PART, TEXT]), "images": [name]}
+        for name in ("a.png", "bad.png", "gone.png")
     ]
     found = _dataset(folder, renderer, bad[0], good, bad[1])
     assert len(found) == 1 and len(found.unreadable) == 2
@@ -142,5 +165,7 @@ def test_a_bad_image_costs_its_record(folder: Path, renderer: Renderer) -> None:
 def test_text_models_refuse_images(folder: Path, renderer: Renderer) -> None:
     with refused("data.image_key", DataError):
         _dataset(
-            folder, replace(renderer, placeholders=None), {"prompt": _user([PART, TEXT]), "images": ["a.png"]}
+            folder,
+            replace(renderer, placeholders=None),
+            {"prompt": _user([PART, TEXT]), "images": ["a.png"]},
         )

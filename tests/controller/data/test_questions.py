@@ -32,13 +32,23 @@ def hostile(test):
 
 @hostile
 def test_no_response_closes_its_quotation_or_has_a_special_token(text: str) -> None:
-    inner = quote("response", text, SPECIAL).removeprefix("<response>\n").removesuffix("\n</response>")
+    inner = (
+        quote("response", text, SPECIAL)
+        .removeprefix("<response>\n")
+        .removesuffix("\n</response>")
+    )
     assert not any(token in inner for token in SPECIAL)
     squeezed = "".join(inner.lower().split())
-    assert not any(f"<{slash}{tag}" in squeezed for slash in ("", "/") for tag in ("response", "prompt"))
+    assert not any(
+        f"<{slash}{tag}" in squeezed
+        for slash in ("", "/")
+        for tag in ("response", "prompt")
+    )
 
 
-@pytest.mark.parametrize("text", ["1+1=2", "a < b, a </b>", "<think>x</think>", "[[7]]", "two\n\nlines "])
+@pytest.mark.parametrize(
+    "text", ["1+1=2", "a < b, a </b>", "<think>x</think>", "[[7]]", "two\n\nlines "]
+)
 def test_other_texts_are_quoted_as_they_are(text: str) -> None:
     assert quote("response", text, SPECIAL) == f"<response>\n{text}\n</response>"
 
@@ -48,7 +58,9 @@ def test_a_question_has_the_tokens_of_turns_that_its_template_wrote(text: str) -
     """Whatever the response, and whichever response of two it is."""
     characters = tokenizer()
     characters.add_tokens([AddedToken(token, special=True) for token in SPECIAL[:3]])
-    settings = JudgeConfig(form="pairwise", prompt="{{ response_a }}{{ rubric }}{{ response_b }}<|im_end|>")
+    settings = JudgeConfig(
+        form="pairwise", prompt="{{ response_a }}{{ rubric }}{{ response_b }}<|im_end|>"
+    )
     questions = Questions(settings, "prompt", characters)
     turns = set(characters.convert_tokens_to_ids([*SPECIAL[:3], "<eos>"]))
 
@@ -60,7 +72,11 @@ def test_a_question_has_the_tokens_of_turns_that_its_template_wrote(text: str) -
 
 
 def test_the_general_template_asks_by_a_records_rubric() -> None:
-    record = {"prompt": [{"role": "user", "content": "Sum 1 and 2."}], "rubric": "Be brief.", "answer": "3"}
+    record = {
+        "prompt": [{"role": "user", "content": "Sum 1 and 2."}],
+        "rubric": "Be brief.",
+        "answer": "3",
+    }
     graded = Questions(JudgeConfig(), "prompt").text(record, ["4"])
     assert (
         "<prompt>\nuser: Sum 1 and 2.\n</prompt>\n\nA correct" in graded
@@ -71,14 +87,19 @@ def test_the_general_template_asks_by_a_records_rubric() -> None:
         and "rubric: Be brief." in graded
         and graded.endswith("(perfect): [[10]].")
     )
-    compared = Questions(JudgeConfig(form="pairwise"), "prompt").text({"prompt": "x"}, ["4", "5"])
+    compared = Questions(JudgeConfig(form="pairwise"), "prompt").text(
+        {"prompt": "x"}, ["4", "5"]
+    )
     assert "<response_a>\n4\n</response_a>\n\n<response_b>\n5\n</response_b>" in compared
     assert "rubric" not in compared and "correct" not in compared
 
 
 @pytest.mark.parametrize(
-    "prompt", ["{{ response", "{{ soluton }}", "{{ response.__class__.__mro__ }}", "gone.jinja"]
+    "prompt",
+    ["{{ response", "{{ soluton }}", "{{ response.__class__.__mro__ }}", "gone.jinja"],
 )
 def test_a_template_that_cannot_be_written_is_refused(prompt: str) -> None:
     with refused("reward.judge.prompt"):
-        Questions(JudgeConfig(prompt=prompt), "prompt").text({"prompt": "1+1=", "solution": "2"}, ["2"])
+        Questions(JudgeConfig(prompt=prompt), "prompt").text(
+            {"prompt": "1+1=", "solution": "2"}, ["2"]
+        )

@@ -29,8 +29,12 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.arrow", "file.arrow"])
-def test_records_keep_their_columns_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["x.jsonl", "x.json", "x.parquet", "x.arrow", "file.arrow"]
+)
+def test_records_keep_their_columns_in_every_kind_of_file(
+    tmp_path: Path, name: str
+) -> None:
     assert read_records(write(tmp_path / name, ROWS), "prompt") == ROWS
 
 
@@ -47,7 +51,9 @@ def test_only_regular_files_are_data(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x.jsonl"):  # which reading would wait on for ever
         with refused("x.jsonl", DataError):
             read_records(str(path), "prompt")
-    folder = tmp_path / "of.spark" / "table.parquet"  # a folder with the name of a file, as Spark writes it
+    folder = (
+        tmp_path / "of.spark" / "table.parquet"
+    )  # a folder with the name of a file, as Spark writes it
     folder.mkdir(parents=True)
     write(folder / "part.parquet", ROWS)
     assert read_records(str(tmp_path / "of.spark"), "prompt") == ROWS
@@ -103,7 +109,9 @@ def test_files_without_records_are_refused_by_name_and_line(
 
 def test_a_column_for_the_loss_is_in_every_record_and_of_one_kind() -> None:
     check_loss_columns(
-        "train.jsonl", [{"level": 1, "tags": ["a"]}, {"level": 2.5, "tags": None}], ["level", "tags"]
+        "train.jsonl",
+        [{"level": 1, "tags": ["a"]}, {"level": 2.5, "tags": None}],
+        ["level", "tags"],
     )
     for second in ({"level": "2"}, {}):
         with refused("algorithm.loss.columns", DataError):

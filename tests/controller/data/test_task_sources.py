@@ -54,18 +54,26 @@ def test_options_are_of_the_data_and_of_their_scores(workspace: Path) -> None:
     check(
         load(
             "config.yaml",
-            [f"data.train={given}1", f"data.validation={given}2", "data.prompt_key=question", REWARD],
+            [
+                f"data.train={given}1",
+                f"data.validation={given}2",
+                "data.prompt_key=question",
+                REWARD,
+            ],
         )
     )
-    first, second = read_records(f"{given}1", "question"), read_records(f"{given}2", "question")
+    first, second = (
+        read_records(f"{given}1", "question"),
+        read_records(f"{given}2", "question"),
+    )
     assert len(first) == 3 and first != second
     coarse = {"size": 3, "max_num_decimal_places": 2, "min_num_decimal_places": 2}
     near = {"response": f"{float(first[0]['answer']) + 1e-4:.6f}"}
     columns = {key: first[0][key] for key in ("question", "answer", "metadata")}
     strict = reasoning_gym(**near, **columns)["reward"]
-    loose = reasoning_gym(**near, **columns | {"metadata": columns["metadata"] | {"options": coarse}})[
-        "reward"
-    ]
+    loose = reasoning_gym(
+        **near, **columns | {"metadata": columns["metadata"] | {"options": coarse}}
+    )["reward"]
     assert strict < loose == 1
 
 
@@ -84,7 +92,9 @@ def test_the_same_name_gives_the_same_records_in_every_process() -> None:
     data.train=reasoning_gym:leg_counting data.prompt_key=words
     rollout.environment=verifiers:sums
 """)
-def test_what_a_package_does_not_have_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+def test_what_a_package_does_not_have_is_refused(
+    workspace: Path, named: str, overrides: list[str]
+) -> None:
     """The last: the data are not the environment's tasks."""
     assert refusal(*overrides, REWARD).startswith((f"{named}: ", f"{overrides[0]}: "))
 
@@ -102,13 +112,16 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize(
-    "options", ["", "?seeds=0", "?seeds=many", "?seeds=1&speed=2", "?file=none.jsonl", "?seeds"]
+    "options",
+    ["", "?seeds=0", "?seeds=many", "?seeds=1&speed=2", "?file=none.jsonl", "?seeds"],
 )
 def test_openenv_data_without_an_end_or_with_unknown_options_are_refused(
     workspace: Path, options: str
 ) -> None:
     with serving(StandIn(typed=True)) as url:
-        said = refusal(f"data.train=openenv:{url}{options}", f"rollout.environment=openenv:{url}")
+        said = refusal(
+            f"data.train=openenv:{url}{options}", f"rollout.environment=openenv:{url}"
+        )
     assert said.startswith("data.train") and said.count("\n") == 0
 
 
@@ -122,7 +135,11 @@ def test_what_is_not_a_url_is_refused(workspace: Path, name: str) -> None:
 
 def test_a_server_that_does_not_answer_is_refused_before_the_run(workspace: Path) -> None:
     url = "openenv:http://127.0.0.1:9"
-    assert "127.0.0.1:9/schema" in refusal(f"data.train={url}?seeds=1", f"rollout.environment={url}")
+    assert "127.0.0.1:9/schema" in refusal(
+        f"data.train={url}?seeds=1", f"rollout.environment={url}"
+    )
     config = load("config.yaml", [f"rollout.environment={url}"])
     with refused("rollout.environment"):
-        find_environment(config, {"prompt": "x", "task": {"action": "", "reset": {}}}, print)
+        find_environment(
+            config, {"prompt": "x", "task": {"action": "", "reset": {}}}, print
+        )

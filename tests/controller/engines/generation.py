@@ -32,4 +32,6 @@ def generate(
             pool.pump(POLL_SECONDS)
     finally:
         pool.end(generation)
-    return [found[request.key] for request in requests if request.key in found], generation.router
+    return [
+        found[request.key] for request in requests if request.key in found
+    ], generation.router

@@ -76,9 +76,17 @@ class ScriptedEngine:
         if action == "fail" or (action == "fail once" and self.tries[request.uid] == 1):
             reason = f"refused by {self.index}"
             return DataProto.from_rows([]), SampleResult(
-                request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason
+                request.uid,
+                request.sample,
+                tokens,
+                0,
+                ERROR,
+                weight_version=-1,
+                error=reason,
             )
-        block = DataProto.from_rows([{"input_ids": np.array([request.seed], dtype=np.int32)}])
+        block = DataProto.from_rows(
+            [{"input_ids": np.array([request.seed], dtype=np.int32)}]
+        )
         version = self.loaded[-1][1] if self.loaded else 0
         return block, SampleResult(
             request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0
@@ -121,7 +129,11 @@ class Scripted:
     """
 
     def __init__(
-        self, scripts: list[dict[str, str]], restarts: int = 4, alike: bool = False, **settings: Any
+        self,
+        scripts: list[dict[str, str]],
+        restarts: int = 4,
+        alike: bool = False,
+        **settings: Any,
     ) -> None:
         self.said: list[str] = []
         options = {"by_transfer": settings.pop("by_transfer", False)}
@@ -141,7 +153,9 @@ class Scripted:
 
     def sample(self, uids: str, samples: int = 1) -> list[Sample]:
         """A round of which no sample is dropped or tried again."""
-        finished, router = generate(self.pool, requests_for(uids, samples), SamplingConfig())
+        finished, router = generate(
+            self.pool, requests_for(uids, samples), SamplingConfig()
+        )
         assert (router.dropped, router.retried) == ([], [])
         return finished
 
@@ -163,11 +177,16 @@ def engines(ray_session: None) -> Iterator[Any]:
 
 def requests_for(uids: str, samples: int = 1) -> list[SampleRequest]:
     pairs = [(uid, sample) for uid in uids for sample in range(samples)]
-    return [SampleRequest(u, s, np.arange(3, dtype=np.int32), seed=i) for i, (u, s) in enumerate(pairs)]
+    return [
+        SampleRequest(u, s, np.arange(3, dtype=np.int32), seed=i)
+        for i, (u, s) in enumerate(pairs)
+    ]
 
 
 def tokens_of(finished: list[Sample]) -> list[int]:
-    return [int(ray.get(block).row(result.row)["input_ids"][0]) for result, block in finished]
+    return [
+        int(ray.get(block).row(result.row)["input_ids"][0]) for result, block in finished
+    ]
 
 
 def versions_of(finished: list[Sample]) -> set[int]:
@@ -198,7 +217,9 @@ def test_a_failing_sample_is_tried_elsewhere_and_then_dropped_alone(engines) -> 
     started = engines(script, script, max_retries=2)
     finished, router = generate(started.pool, requests_for("abd"), SamplingConfig())
     assert [result.uid for result, _ in finished] == ["a", "d"]
-    assert [(result.uid, result.finish_reason) for result in router.dropped] == [("b", ERROR)]
+    assert [(result.uid, result.finish_reason) for result in router.dropped] == [
+        ("b", ERROR)
+    ]
     assert len(router.retried) == 2
     assert sorted(started.facts(replica)["tries"]["b"] for replica in (0, 1)) == [1, 2]
     finished, router = generate(engines(script).pool, requests_for("c"), SamplingConfig())
@@ -253,7 +274,9 @@ def test_an_engine_that_is_slow_but_answers_is_kept(engines) -> None:
     assert started.facts(0)["asked"] >= 1
 
 
-def test_an_answer_that_came_while_nobody_looked_is_not_late_and_new_weights_end_draining(engines) -> None:
+def test_an_answer_that_came_while_nobody_looked_is_not_late_and_new_weights_end_draining(
+    engines,
+) -> None:
     """The health of replica 0 is asked at the end of a round, and its answer read after the next weights."""
     started = engines({"a": "think"}, {"b": "think"}, hang_timeout_s=1)
     pool = started.pool
@@ -280,7 +303,12 @@ def test_an_engine_lost_between_rounds_is_replaced_at_the_next_weights(engines) 
     [
         ("a", 0, 0, "run.max_restarts=0"),
         ("a", 9, 1, "2 engines in a row died before they finished"),
-        ("ba", 9, 2, "2 engines in a row died before they finished"),  # the first one's death does not count
+        (
+            "ba",
+            9,
+            2,
+            "2 engines in a row died before they finished",
+        ),  # the first one's death does not count
     ],
 )
 def test_past_the_budget_or_when_no_engine_finishes_a_sample_the_cause_comes_first(
@@ -288,14 +316,17 @@ def test_past_the_budget_or_when_no_engine_finishes_a_sample_the_cause_comes_fir
 ) -> None:
     started = engines({"a": "raise"}, restarts=restarts, alike=True, max_concurrent=1)
     with pytest.raises(
-        RolloutError, match=f"^rollout replica 0 was lost: RuntimeError: engine dead; .*{reason}"
+        RolloutError,
+        match=f"^rollout replica 0 was lost: RuntimeError: engine dead; .*{reason}",
     ):
         started.sample(uids)
     assert started.pool.fleet.budget.engines == used
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_died_or_hangs_while_weights_are_sent_is_noticed(engines, number: int) -> None:
+def test_an_engine_that_died_or_hangs_while_weights_are_sent_is_noticed(
+    engines, number: int
+) -> None:
     started = engines({}, {}, hang_timeout_s=2, by_transfer=True)
     started.pool.check_alive()
     os.kill(started.facts(1)["pid"], number)
@@ -304,7 +335,9 @@ def test_an_engine_that_died_or_hangs_while_weights_are_sent_is_noticed(engines,
     assert started.pool.present == ((0, 0),)  # its replacement waits for the next transfer
 
 
-def test_weights_reach_every_engine_and_what_is_refused_or_cannot_start_is_named(engines) -> None:
+def test_weights_reach_every_engine_and_what_is_refused_or_cannot_start_is_named(
+    engines,
+) -> None:
     started = engines({}, {})
     started.pool.update_weights(ray.put(WEIGHTS), version=5)
     assert [started.facts(replica)["loaded"] for replica in (0, 1)] == [[(6, 5)], [(6, 5)]]

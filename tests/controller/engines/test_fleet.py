@@ -106,9 +106,9 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_engine_is_in_one_state(self) -> None:
-        assert sorted(replica for state in State for replica in self.fleet.in_state(state)) == list(
-            range(REPLICAS)
-        )
+        assert sorted(
+            replica for state in State for replica in self.fleet.in_state(state)
+        ) == list(range(REPLICAS))
 
 
 TestFleet = FleetMachine.TestCase

@@ -42,16 +42,22 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(sizes=st.lists(st.integers(1, 9), max_size=8))
     def submit(self, sizes: list[int]) -> None:
         names = [f"p{len(self.submitted) + i}" for i in range(len(sizes))]
-        self.router.submit([request(name, tokens=size) for name, size in zip(names, sizes, strict=True)])
+        self.router.submit(
+            [request(name, tokens=size) for name, size in zip(names, sizes, strict=True)]
+        )
         self.submitted |= set(names)
 
     @rule()
     def assign(self) -> None:
-        for replica, requests in self.router.assign(set(range(REPLICAS)) - self.lost).items():
+        for replica, requests in self.router.assign(
+            set(range(REPLICAS)) - self.lost
+        ).items():
             assert replica not in self.lost
             for given in requests:
                 assert given.uid not in self.at
-                assert given.session == "0" * 16 + (f".{n}" if (n := self.failures.get(given.uid)) else "")
+                assert given.session == "0" * 16 + (
+                    f".{n}" if (n := self.failures.get(given.uid)) else ""
+                )
                 self.at[given.uid] = replica
 
     @precondition(lambda self: self.at)
@@ -84,7 +90,9 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         for replica in range(REPLICAS):
-            assert self.router.outstanding(replica) == sum(where == replica for where in self.at.values())
+            assert self.router.outstanding(replica) == sum(
+                where == replica for where in self.at.values()
+            )
             assert self.router.outstanding(replica) <= MAX_CONCURRENT
 
     @invariant()
@@ -114,14 +122,21 @@ TestRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline
 def test_each_request_goes_to_the_least_loaded_replica_tokens_breaking_ties() -> None:
     router = Router(2, max_concurrent=8, max_retries=0)
     router.submit(
-        [request("long", tokens=9), request("b", tokens=2), request("c", tokens=2), request("d", tokens=2)]
+        [
+            request("long", tokens=9),
+            request("b", tokens=2),
+            request("c", tokens=2),
+            request("d", tokens=2),
+        ]
     )
     assigned = router.assign({0, 1})
     assert [r.uid for r in assigned[0]] == ["long", "d"]
     assert [r.uid for r in assigned[1]] == ["b", "c"]
 
 
-def test_a_failed_request_waits_for_another_replica_rather_than_return_to_the_same() -> None:
+def test_a_failed_request_waits_for_another_replica_rather_than_return_to_the_same() -> (
+    None
+):
     router = Router(2, max_concurrent=1, max_retries=1)
     router.submit([request("a"), request("b")])
     assert set(router.assign({0, 1})) == {0, 1}
@@ -142,16 +157,22 @@ def test_the_only_replica_gets_a_failed_request_again_and_the_last_reason_is_kep
     assert len(router.retried) == 1
 
 
-def test_a_lost_replicas_requests_go_first_and_on_after_their_beginnings_and_cost_no_retry() -> None:
+def test_a_lost_replicas_requests_go_first_and_on_after_their_beginnings_and_cost_no_retry() -> (
+    None
+):
     router = Router(2, max_concurrent=1, max_retries=0)
     router.submit([replace(request(name), seed=seed) for seed, name in enumerate("abc")])
     router.assign({0, 1})
-    begun = Response(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    begun = Response(
+        np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32)
+    )
     router.replica_lost(0, {0: begun, 1: begun})
     router.finish(1, success("b"))
     ((again,),) = router.assign({1}).values()
     assert (again.uid, again.begun, router.dropped) == ("a", begun, [])
-    assert [r.uid for r in router.assign({0, 1})[0]] == ["c"]  # a new engine in the lost one's place
+    assert [r.uid for r in router.assign({0, 1})[0]] == [
+        "c"
+    ]  # a new engine in the lost one's place
 
 
 def test_the_same_sample_twice_is_refused_by_name() -> None:
@@ -162,7 +183,9 @@ def test_the_same_sample_twice_is_refused_by_name() -> None:
 
 def test_a_request_that_failed_goes_before_those_of_less_priority() -> None:
     router = Router(1, max_concurrent=1, max_retries=1)
-    router.submit([replace(request(name), priority=priority) for priority, name in enumerate("abc")])
+    router.submit(
+        [replace(request(name), priority=priority) for priority, name in enumerate("abc")]
+    )
     router.assign({0})
     router.retry_or_drop(0, failure("a"))
     assert [router.assign({0})[0][0].uid, router.waiting] == ["a", 2]

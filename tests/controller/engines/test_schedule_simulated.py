@@ -15,7 +15,9 @@ def times(record: Record) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("row", compared(SMALL), ids=lambda row: row.name)
-def test_every_prompt_is_trained_or_discarded_once_and_none_is_older_than_the_bound(row: Row) -> None:
+def test_every_prompt_is_trained_or_discarded_once_and_none_is_older_than_the_bound(
+    row: Row,
+) -> None:
     record = row.run(SMALL, seed=0)
     groups = [*record.discarded, *(group for step in record.steps for group in step.groups)]
     assert sorted(groups) == list(range(SMALL.groups))
@@ -27,10 +29,13 @@ def test_without_staleness_the_schedule_is_the_synchronous_run() -> None:
     assert times(windowed(SMALL, 0, 0.3).run(SMALL, 0)) == times(synchronous.run(SMALL, 0))
 
 
-def test_two_steps_of_staleness_more_than_double_the_speed_and_put_off_no_long_response() -> None:
+def test_two_steps_of_staleness_more_than_double_the_speed_and_put_off_no_long_response() -> (
+    None
+):
     workload = Workload(steps=60)
     synchronous, ours = (
-        result(row.run(workload, 0)) for row in (compared(workload)[0], windowed(workload, 2, 0.3))
+        result(row.run(workload, 0))
+        for row in (compared(workload)[0], windowed(workload, 2, 0.3))
     )
     assert ours.tokens_per_second > 2.2 * synchronous.tokens_per_second
     assert ours.mean_length == 1.0

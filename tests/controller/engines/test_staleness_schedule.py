@@ -19,7 +19,9 @@ FINISH_ORDERS: dict[str, Due] = {
     "admitted": lambda random, now, group: group,
     "long tail": lambda random, now, group: now + random.lognormvariate(0.0, 2.0),
     "oldest last": lambda random, now, group: -group,
-    "one in eight last": lambda random, now, group: now + (1e6 if group % 8 == 7 else random.random()),
+    "one in eight last": lambda random, now, group: (
+        now + (1e6 if group % 8 == 7 else random.random())
+    ),
 }
 
 
@@ -47,7 +49,12 @@ class Books:
 
     def saved(self) -> "Books":
         """As a checkpoint has them: with the steps whose weights the engines have."""
-        return Books(dict(self.admitted_at), set(self.released), self.steps[: self.updates], self.updates)
+        return Books(
+            dict(self.admitted_at),
+            set(self.released),
+            self.steps[: self.updates],
+            self.updates,
+        )
 
 
 class Run:
@@ -71,8 +78,17 @@ class Run:
         losses: float = 0.0,
     ) -> None:
         self.settings, self.steps, self.random, self.due = settings, steps, random, due
-        self.release, self.waiting, self.prompt, self.losses = release, waiting, prompt, losses
-        self.schedule, self.books, self.checkpoint = StalenessSchedule(settings, steps), Books(), Books()
+        self.release, self.waiting, self.prompt, self.losses = (
+            release,
+            waiting,
+            prompt,
+            losses,
+        )
+        self.schedule, self.books, self.checkpoint = (
+            StalenessSchedule(settings, steps),
+            Books(),
+            Books(),
+        )
         self.now, self.ends, self.oldest = 0.0, {}, 0
 
     def to_the_end(self) -> "Run":
@@ -94,11 +110,17 @@ class Run:
         """What there is room for, and no group that no step would take."""
         active, trained = set(self.books.active), set(self.books.trained)
         assert set(self.schedule.in_state(*GroupState)) == active
-        left = self.steps * self.settings.prompts_per_step - len(trained) - len(active - trained)
+        left = (
+            self.steps * self.settings.prompts_per_step
+            - len(trained)
+            - len(active - trained)
+        )
         new = self.schedule.admit()
         assert len(new) == max(0, min(self.settings.capacity - len(active), left))
         for group in new:
-            assert group == len(self.books.admitted_at), "each is admitted once, in the order of the prompts"
+            assert group == len(self.books.admitted_at), (
+                "each is admitted once, in the order of the prompts"
+            )
             self.books.admitted_at[group] = self.books.updates
             self.ends[group] = self.due(self.random, self.now, group)
 
@@ -108,7 +130,9 @@ class Run:
         if waiting and self.random.random() < self.prompt:
             self.update()
         elif not (waiting < self.waiting and self.take()) and not self.finish():
-            assert waiting, f"deadlock: {self.schedule.in_state(*GroupState)} after {self.books}"
+            assert waiting, (
+                f"deadlock: {self.schedule.in_state(*GroupState)} after {self.books}"
+            )
             self.update()
 
     def take(self) -> bool:
@@ -117,7 +141,10 @@ class Run:
         if not taken:
             return False
         assert len(taken) == self.settings.prompts_per_step
-        assert taken == sorted(set(taken)) and not {*taken} & {*self.books.trained, *self.books.released}
+        assert taken == sorted(set(taken)) and not {*taken} & {
+            *self.books.trained,
+            *self.books.released,
+        }
         ages = [len(self.books.steps) - self.books.admitted_at[group] for group in taken]
         self.oldest = max(self.oldest, *ages)
         assert self.oldest <= self.settings.max_age
@@ -167,7 +194,9 @@ def random_run(seed: int) -> Run:
     """A run of up to 7 steps of up to 5 groups, with a random way to go wrong."""
     random = Random(seed)
     settings = Staleness(
-        random.randint(1, 5), random.randint(0, 3), random.choice((0.05, 0.3, 0.5, 0.8, 1.0))
+        random.randint(1, 5),
+        random.randint(0, 3),
+        random.choice((0.05, 0.3, 0.5, 0.8, 1.0)),
     )
     return Run(
         settings,
@@ -182,9 +211,13 @@ def random_run(seed: int) -> Run:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10_000), pytest.param(range(10_000, 110_000), marks=pytest.mark.slow)], ids=len
+    "seeds",
+    [range(10_000), pytest.param(range(10_000, 110_000), marks=pytest.mark.slow)],
+    ids=len,
 )
-def test_every_group_is_trained_once_within_its_age_and_no_run_stands_still(seeds: range) -> None:
+def test_every_group_is_trained_once_within_its_age_and_no_run_stands_still(
+    seeds: range,
+) -> None:
     for seed in seeds:
         try:
             random_run(seed).to_the_end()
@@ -205,7 +238,10 @@ def test_the_bound_of_the_age_is_reached(settings: Staleness) -> None:
     """By the youngest of the first groups, if it is last of all."""
     slow = settings.capacity - 1
     run = Run(
-        settings, 8 + settings.max_age, Random(0), lambda random, now, group: 1e6 if group == slow else group
+        settings,
+        8 + settings.max_age,
+        Random(0),
+        lambda random, now, group: 1e6 if group == slow else group,
     )
     assert run.to_the_end().oldest == settings.max_age
 
@@ -217,7 +253,11 @@ def by_the_book(states: dict[int, GroupState], settings: Staleness) -> list[int]
     left, taken = dict(states), []
     while left and len(taken) < settings.prompts_per_step:
         end = min(left) + settings.window_groups
-        ready = [group for group, state in left.items() if group < end and state is GroupState.READY]
+        ready = [
+            group
+            for group, state in left.items()
+            if group < end and state is GroupState.READY
+        ]
         if not ready:
             return []
         taken.append(min(ready))
@@ -225,7 +265,13 @@ def by_the_book(states: dict[int, GroupState], settings: Staleness) -> list[int]
     return taken if len(taken) == settings.prompts_per_step else []
 
 
-@given(st.integers(1, 6), st.integers(0, 4), st.floats(0.01, 1.0), st.sets(st.integers(0, 40)), st.data())
+@given(
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.floats(0.01, 1.0),
+    st.sets(st.integers(0, 40)),
+    st.data(),
+)
 def test_a_step_takes_what_the_rule_says(
     prompts: int, staleness: int, window: float, active: set[int], data: st.DataObject
 ) -> None:

@@ -43,7 +43,9 @@ ENDLESS = (
 
 
 @pytest.fixture
-def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(
+    stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A copy, which a test may change."""
     shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -61,7 +63,9 @@ def test_a_tokenizer_that_loses_blanks_is_named_and_plays_no_rewritten_history(
     workspace: Path, history: str
 ) -> None:
     make_word_pieces(PLAIN_CHAT).save_pretrained("model")
-    (workspace / "chats.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "one"}]}))
+    (workspace / "chats.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "one"}]})
+    )
     described = json.loads(Path("model/config.json").read_text()) | {"vocab_size": 256}
     Path("model/config.json").write_text(json.dumps(described))
     (workspace / "told.py").write_text(TOLD)
@@ -91,7 +95,9 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
         "prompt_ids",
         lambda self, prompt, *rest: tokenized.append(prompt) or whole(self, prompt, *rest),
     )
-    (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources
+    (source,) = read_inputs(
+        load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])
+    ).sources
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
 
 
@@ -103,7 +109,11 @@ def test_a_cap_below_the_images_of_a_prompt_is_refused(
     (workspace / "seen.jsonl").write_text(
         json.dumps({"prompt": [{"role": "user", "content": content}], "images": ["a.png"]})
     )
-    given = [f"model.path={vision_model('qwen2_5_vl')}", "data.train=seen.jsonl", "data.max_prompt_tokens=64"]
+    given = [
+        f"model.path={vision_model('qwen2_5_vl')}",
+        "data.train=seen.jsonl",
+        "data.max_prompt_tokens=64",
+    ]
     cap = "policy.max_patches_per_micro_batch="
     assert f"{cap}23: the images of a prompt have 24 patches" in refusal(*given, f"{cap}23")
     read_inputs(load(None, [*SETTINGS, "data.validation=''", *given, f"{cap}24"]))
@@ -112,7 +122,10 @@ def test_a_cap_below_the_images_of_a_prompt_is_refused(
 SEEN = {
     "mark in a text": ("<image>1+1=", {}),
     "mark in a chat": ([{"role": "user", "content": "<image>1+1="}], {}),
-    "mark in a part": ([{"role": "user", "content": [{"type": "text", "text": "<image>1+1="}]}], {}),
+    "mark in a part": (
+        [{"role": "user", "content": [{"type": "text", "text": "<image>1+1="}]}],
+        {},
+    ),
 }
 PICTURES = {
     "image": "a.png",
@@ -133,7 +146,11 @@ def test_a_mark_without_an_image_is_refused(
     (workspace / "marked.jsonl").write_text(json.dumps(record))
     given = ["data.train=marked.jsonl", "data.max_prompt_tokens=64"]
     line = refusal(f"model.path={vision_model('qwen2_5_vl')}", *given)
-    assert "marked.jsonl record 1" in line and "data.image_key" in line and (not column or "'image'" in line)
+    assert (
+        "marked.jsonl record 1" in line
+        and "data.image_key" in line
+        and (not column or "'image'" in line)
+    )
     if isinstance(prompt, str):  # the mark is text for a model that reads none
         read_inputs(load(None, [*SETTINGS, "data.validation=''", *given]))
 
@@ -142,13 +159,17 @@ def test_a_mark_without_an_image_is_refused(
 def test_a_column_of_images_that_nobody_reads_is_named(
     column: str, workspace: Path, vision_model: Callable[[str], Path]
 ) -> None:
-    (workspace / "blind.jsonl").write_text(json.dumps({"prompt": "1+1=", column: PICTURES[column]}))
+    (workspace / "blind.jsonl").write_text(
+        json.dumps({"prompt": "1+1=", column: PICTURES[column]})
+    )
     given = ["data.validation=''", "data.train=blind.jsonl", "data.max_prompt_tokens=64"]
     (warning,) = read_inputs(
         load(None, [*SETTINGS, *given, f"model.path={vision_model('qwen2_5_vl')}"])
     ).warnings
     assert "data.image_key='images'" in warning and repr(column) in warning
-    (unread,) = read_inputs(load(None, [*SETTINGS, *given])).warnings  # of a model that reads text alone
+    (unread,) = read_inputs(
+        load(None, [*SETTINGS, *given])
+    ).warnings  # of a model that reads text alone
     assert repr(column) in unread and "data.image_key" not in unread
 
 
@@ -187,7 +208,9 @@ def test_images_whose_tokens_see_ahead_are_refused_before_the_run(
     (workspace / "seen.jsonl").write_text(json.dumps(record))
     line = refusal(*given)
     assert (
-        f"model.path={folder}" in line and "seen.jsonl record 1 has images" in line and f"({family})" in line
+        f"model.path={folder}" in line
+        and "seen.jsonl record 1 has images" in line
+        and f"({family})" in line
     )
     (workspace / "seen.jsonl").write_text(json.dumps({"prompt": "1+1="}))
     read_inputs(load(None, [*SETTINGS, "data.validation=''", *given]))
@@ -199,18 +222,30 @@ def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Pa
     records = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
     (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
     line = refusal("data.train=chat.jsonl")
-    check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]), 2, line)
+    check_line(
+        BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]),
+        2,
+        line,
+    )
 
 
-def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(workspace: Path) -> None:
+def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(
+    workspace: Path,
+) -> None:
     answers = ["72", None, "{{", ["1", "2"], 0.5]
     records = [{"prompt": "1+1=", "answer": answer} for answer in answers]
     (workspace / "math.jsonl").write_text("\n".join(map(json.dumps, records)))
-    math = ["data.train=math.jsonl", "reward.function=workers.reward_functions:math", "data.validation=''"]
+    math = [
+        "data.train=math.jsonl",
+        "reward.function=workers.reward_functions:math",
+        "data.validation=''",
+    ]
     config = load(None, [*SETTINGS, *math])
     tried = try_inputs(config)
     refused, texts = tried.answer_warnings
-    assert all(part in refused for part in ("math.jsonl", "2 of 5", "record 2", "answer=None"))
+    assert all(
+        part in refused for part in ("math.jsonl", "2 of 5", "record 2", "answer=None")
+    )
     assert all(part in texts for part in ("math.jsonl", "1 of 5", "record 3"))
     assert f"warning: {refused}" in tried_lines(config, tried)
     (workspace / "math.jsonl").write_text("\n".join(map(json.dumps, records[:1])))
@@ -219,7 +254,9 @@ def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(works
 
 def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path) -> None:
     """Stock Qwen3's changes earlier turns, which does not matter."""
-    (workspace / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}))
+    (workspace / "chat.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "1+1="}]})
+    )
     (workspace / "told.py").write_text(TOLD)
     template = workspace / "model" / "chat_template.jinja"
     overrides = [
@@ -230,7 +267,9 @@ def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path)
     ]
     template.write_text((STOCK / "qwen3.jinja").read_text())
     (source,) = read_inputs(
-        load(None, [*SETTINGS, "data.validation=''", "data.max_prompt_tokens=80", *overrides])
+        load(
+            None, [*SETTINGS, "data.validation=''", "data.max_prompt_tokens=80", *overrides]
+        )
     ).sources
     assert len(source) == 1
     template.write_text("{{ messages[0]['content'] }}")
@@ -242,7 +281,8 @@ def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) 
     renderer = load_renderer(load(None, [*SETTINGS, "resources.user_code_timeout_s=0.2"]))
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(
-        DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="
+        DataError,
+        match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s=",
     ):
         renderer.text(messages, "chat.jsonl record 41")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
@@ -258,17 +298,28 @@ def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(
         "    return [len(raw) for raw in response_raw]\n"
     )
     functions = read_inputs(
-        load(None, [*SETTINGS, "reward.function=''", "reward.functions={raw.py:one: 1, raw.py:many: 1}"])
+        load(
+            None,
+            [
+                *SETTINGS,
+                "reward.function=''",
+                "reward.functions={raw.py:one: 1, raw.py:many: 1}",
+            ],
+        )
     ).reward_functions
     worker = RewardWorker(functions, "model", timeout_s=5, concurrency=1)
     ids = worker._tokenizer.convert_tokens_to_ids(["1", "=", "1", "2", "<eos>"])
     versions = np.array([-1, -1, 0, 0, 0], np.int32)
-    block = DataProto.from_rows([{"input_ids": np.array(ids, np.int32), "weight_versions": versions}])
+    block = DataProto.from_rows(
+        [{"input_ids": np.array(ids, np.int32), "weight_versions": versions}]
+    )
     (score,) = worker.score(block, [ScoreRequest(0, 2, {"level": 1})])
     assert (score.response, score.failure) == ("12", "")
     assert (score.parts["one/ends"], score.reward) == (1.0, 1.0 + len("12<eos>"))
     monkeypatch.setattr("workers.roles.reward.LONGEST_SENT", 2)
-    scores = worker.score(block, [ScoreRequest(0, start, {"level": 1}, texts=False) for start in (2, 3)])
+    scores = worker.score(
+        block, [ScoreRequest(0, start, {"level": 1}, texts=False) for start in (2, 3)]
+    )
     assert [found.response for found in scores] == ["", "2"]
     assert scores[0].reward == score.reward and scores[0].parts == score.parts
 
@@ -301,7 +352,9 @@ def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) ->
     ]
 
 
-def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(workspace: Path) -> None:
+def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(
+    workspace: Path,
+) -> None:
     config = load(None, [*SETTINGS, "data.validation=''", "reward.judge.model=model"])
     assert "    </response>" in tried_lines(config, try_inputs(config))
     template = workspace / "model" / "chat_template.jinja"

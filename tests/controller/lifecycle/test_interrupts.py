@@ -16,7 +16,10 @@ from controller.lifecycle.interrupts import SIGNALS, Interrupts, handlers_kept
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
     """Whatever started the tests may have them ignored: nohup SIGHUP, a shell's background job SIGINT."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGHUP, signal.SIGTERM)
+    }
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
@@ -81,7 +84,9 @@ def test_a_closed_terminal_is_ignored_where_the_process_was_told_to() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_call_leaves_the_handlers_as_they_were_and_none_is_touched_in_another_thread() -> None:
+def test_a_call_leaves_the_handlers_as_they_were_and_none_is_touched_in_another_thread() -> (
+    None
+):
     def mine(*_: object) -> None:
         pass
 

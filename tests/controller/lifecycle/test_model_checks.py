@@ -42,7 +42,11 @@ def weights_of(**changes: object) -> Break:
 
 
 def without(*names: str) -> Break:
-    kept = {name: shape for name, shape in qwen2_weights(MODEL).items() if not name.startswith(names)}
+    kept = {
+        name: shape
+        for name, shape in qwen2_weights(MODEL).items()
+        if not name.startswith(names)
+    }
     return lambda: write_weight_file(WEIGHTS, kept)
 
 
@@ -73,7 +77,9 @@ def under_another_name() -> None:
 
 
 def with_more(*names: str) -> Break:
-    return lambda: write_weight_file(WEIGHTS, qwen2_weights(MODEL) | dict.fromkeys(names, (64,)))
+    return lambda: write_weight_file(
+        WEIGHTS, qwen2_weights(MODEL) | dict.fromkeys(names, (64,))
+    )
 
 
 def sharded(listed: dict[str, str], *written: str) -> Break:
@@ -92,22 +98,49 @@ CASES = {
     "cut": (cut(99_999), "Fetch it again"),
     "LFS pointer": (pointer, "git lfs pull"),
     "not JSON": (lambda: WEIGHTS.write_bytes(bytes(64)), "not a whole safetensors file"),
-    "other hidden size": (weights_of(hidden_size=128), "(32, 128) in the weight files and (32, 256)"),
-    "other vocabulary": (weights_of(vocab_size=33), "(33, 256) in the weight files and (32, 256)"),
-    "other width": (weights_of(intermediate_size=512), "(256, 512) in the weight files and (256, 704)"),
-    "other heads": (weights_of(num_key_value_heads=1), "(64,) in the weight files and (128,)"),
+    "other hidden size": (
+        weights_of(hidden_size=128),
+        "(32, 128) in the weight files and (32, 256)",
+    ),
+    "other vocabulary": (
+        weights_of(vocab_size=33),
+        "(33, 256) in the weight files and (32, 256)",
+    ),
+    "other width": (
+        weights_of(intermediate_size=512),
+        "(256, 512) in the weight files and (256, 704)",
+    ),
+    "other heads": (
+        weights_of(num_key_value_heads=1),
+        "(64,) in the weight files and (128,)",
+    ),
     "other output": (reshaped("lm_head.weight", 31, 256), "lm_head.weight is (31, 256)"),
-    "fewer layers": (weights_of(num_hidden_layers=3), "lacks 12 weights, the first is model.layers.3."),
+    "fewer layers": (
+        weights_of(num_hidden_layers=3),
+        "lacks 12 weights, the first is model.layers.3.",
+    ),
     "more layers": (weights_of(num_hidden_layers=6), "has no model.layers.4."),
     "no output layer": (without("lm_head"), "lacks 1 weights, the first is lm_head.weight"),
-    "no last norm": (without("model.norm"), "lacks 1 weights, the first is model.norm.weight"),
+    "no last norm": (
+        without("model.norm"),
+        "lacks 1 weights, the first is model.norm.weight",
+    ),
     "other family": (of_another_family, "embed_in.weight is (32, 128)"),
     "pickle": (pickled, "; pytorch_model.bin is a pickle"),
-    "adapter": (under_another_name, "has neither model.safetensors nor model.safetensors.index.json"),
+    "adapter": (
+        under_another_name,
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
     "file missing": (sharded({"a": "1.safetensors"}), "model lacks 1.safetensors"),
-    "weight missing": (sharded({"a": "1.safetensors"}, "1.safetensors"), "model/1.safetensors lacks a,"),
+    "weight missing": (
+        sharded({"a": "1.safetensors"}, "1.safetensors"),
+        "model/1.safetensors lacks a,",
+    ),
     "no map": (lambda: (WEIGHTS.unlink(), INDEX.write_text("{}")), "has no weight_map"),
-    "index out of the folder": (sharded({"a": "../1.safetensors"}), "lacks ../1.safetensors"),
+    "index out of the folder": (
+        sharded({"a": "../1.safetensors"}),
+        "lacks ../1.safetensors",
+    ),
     "index of lists": (sharded({"a": [1]}), "lacks [1]"),
     "biases": (described(model_type="llama"), "has no model.layers."),
     "norms of heads": (
@@ -130,7 +163,10 @@ CASES = {
     "unknown type": (described(model_type="qwen9"), "model_type=qwen9"),
     "no type": (described(model_type=None), "no model_type"),
     "a list as type": (described(model_type=[1]), "model_type=[1]"),
-    "remote code": (described(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}), "code from"),
+    "remote code": (
+        described(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}),
+        "code from",
+    ),
     "BERT": (
         described(model_type="bert", architectures=["BertForMaskedLM"]),
         "BertForMaskedLM is not a causal",
@@ -140,8 +176,14 @@ CASES = {
         described(architectures=["Qwen2ForSequenceClassification"]),
         "is not a causal language model",
     ),
-    "end outside": (described(eos_token_id=32), "eos_token_id 32 is outside the vocabulary of 32"),
-    "quantized": (described(quantization_config={"quant_method": "gptq"}), "quantized by gptq"),
+    "end outside": (
+        described(eos_token_id=32),
+        "eos_token_id 32 is outside the vocabulary of 32",
+    ),
+    "quantized": (
+        described(quantization_config={"quant_method": "gptq"}),
+        "quantized by gptq",
+    ),
 }
 
 
@@ -156,7 +198,10 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
     assert not Path("runs").exists()
 
 
-RING = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
+RING = (
+    "policy.parallel.context_parallel=2",
+    "policy.parallel.context_parallel_method=ring",
+)
 EXPERTS = ("policy.parallel.expert_parallel=2",)
 TENSOR = ("policy.parallel.tensor_parallel=2",)
 GPU = "resources.device=cuda"
@@ -178,8 +223,16 @@ LATENT = {
     "topk_group": 1,
     "moe_intermediate_size": 8,
 }
-SPARSE = LATENT | {"model_type": "glm_moe_dsa", "index_topk": 16, "index_n_heads": 4, "index_head_dim": 64}
-GATED_DELTA = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"] * 2}
+SPARSE = LATENT | {
+    "model_type": "glm_moe_dsa",
+    "index_topk": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 64,
+}
+GATED_DELTA = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}
 
 
@@ -204,18 +257,38 @@ def write_model_weights() -> None:
         ({"attention_soft_cap": 5.0}, (), "attention_soft_cap"),
         ({"index_topk": 2048}, (), "index_topk"),
         ({"compress_rates": {"a": 4}}, ("model.layout=padded",), "compress_rates"),
-        (SPARSE, ("policy.parallel.context_parallel=2",), "policy.parallel.context_parallel=2"),
-        (SPARSE, ("policy.parallel.pipeline_parallel=2",), "policy.parallel.pipeline_parallel=2"),
+        (
+            SPARSE,
+            ("policy.parallel.context_parallel=2",),
+            "policy.parallel.context_parallel=2",
+        ),
+        (
+            SPARSE,
+            ("policy.parallel.pipeline_parallel=2",),
+            "policy.parallel.pipeline_parallel=2",
+        ),
         (SPARSE, ("model.share_prefixes=always",), "share_prefixes=always"),
         (SPARSE, (), "vLLM on CPUs has no attention to selected tokens"),
         (LATENT | {"kv_lora_rank": 32}, (), "vLLM on CPUs"),
         ({"is_encoder_decoder": True}, (), "model.layout=padded"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, (), "rope_type=dynamic"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            (),
+            "rope_type=dynamic",
+        ),
         ({"use_bidirectional_attention": True}, (), "use_bidirectional_attention"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, RING, "sliding_window"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            RING,
+            "sliding_window",
+        ),
         ({"model_type": "mistral", "sliding_window": 64}, RING, "sliding_window"),
         ({"attn_logit_softcapping": 50.0}, (GPU, "model.attention=varlen"), "softcap"),
-        ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "softcap"),
+        (
+            {"attn_logit_softcapping": 50.0},
+            ("model.layout=padded", "model.attention=sdpa"),
+            "softcap",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 3}, EXPERTS, "expert_parallel=2"),
         ({"model_type": "olmoe", "num_experts": 4}, TENSOR, "tensor_parallel"),
         ({}, (GPU, "model.router_replay=replay"), "model.router_replay=replay"),
@@ -230,7 +303,11 @@ def write_model_weights() -> None:
             (GPU, *TENSOR),
             "policy.parallel.tensor_parallel=2: ",
         ),
-        ({"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 2}, (LORA,), "model.lora.rank"),
+        (
+            {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 2},
+            (LORA,),
+            "model.lora.rank",
+        ),
         ({}, ("policy.parallel.context_parallel=8",), "policy.parallel.context_parallel"),
         ({}, ("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4"),
         ({}, EXPERTS, "policy.parallel.expert_parallel=2"),
@@ -241,15 +318,31 @@ def write_model_weights() -> None:
         ),
         ({}, (LORA, "model.lora.target_modules=q_proj,c_attn"), "'c_attn'"),
         (LATENT, (LORA, ADAPTERS), "without kv_b_proj"),
-        (LATENT, (LORA, ADAPTERS, "model.lora.target_modules=o_proj,kv_b_proj"), "without kv_b_proj"),
+        (
+            LATENT,
+            (LORA, ADAPTERS, "model.lora.target_modules=o_proj,kv_b_proj"),
+            "without kv_b_proj",
+        ),
         ({}, (LORA, "model.base_dtype=bfloat16"), "model.base_dtype=bfloat16"),
-        ({"intermediate_size": 712}, (LORA, "model.base_dtype=int8"), "model.base_dtype=int8"),
-        ({}, (LORA, "model.base_dtype=nf4", *TENSOR), "tensor_parallel=2: with model.base_dtype=nf4"),
+        (
+            {"intermediate_size": 712},
+            (LORA, "model.base_dtype=int8"),
+            "model.base_dtype=int8",
+        ),
+        (
+            {},
+            (LORA, "model.base_dtype=nf4", *TENSOR),
+            "tensor_parallel=2: with model.base_dtype=nf4",
+        ),
         ({}, ("rollout.tensor_parallel=3",), "rollout.tensor_parallel=3"),
         ({}, ("data.max_prompt_tokens=65",), "data.max_prompt_tokens"),
         ({}, ("rollout.max_model_tokens=129",), "rollout.max_model_tokens"),
         ({}, (f"rollout.cpu_kv_cache_gib={0.99 * SEQUENCE}",), "rollout.cpu_kv_cache_gib"),
-        ({}, ("rollout.cpu_kv_cache_gib=3e-4", "rollout.max_model_tokens=97"), "rollout.cpu_kv_cache_gib"),
+        (
+            {},
+            ("rollout.cpu_kv_cache_gib=3e-4", "rollout.max_model_tokens=97"),
+            "rollout.cpu_kv_cache_gib",
+        ),
         ({"num_attention_heads": 16}, (), "vLLM on CPUs"),
     ],
 )
@@ -269,8 +362,18 @@ QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 @pytest.mark.parametrize(
     ("changes", "overrides", "sees", "named"),
     [
-        (QUANTIZED, ("model.lora.rank=4", "model.lora.policies=2"), False, "model.lora.policies=2"),
-        (QUANTIZED, ("model.lora.rank=4", "model.lora.sync=adapters"), False, "model.lora.sync=adapters"),
+        (
+            QUANTIZED,
+            ("model.lora.rank=4", "model.lora.policies=2"),
+            False,
+            "model.lora.policies=2",
+        ),
+        (
+            QUANTIZED,
+            ("model.lora.rank=4", "model.lora.sync=adapters"),
+            False,
+            "model.lora.sync=adapters",
+        ),
         (QUANTIZED, (), True, "model.train_vision=true"),
         (QUANTIZED, ("model.train_vision=true",), True, ""),
         (QUANTIZED, (GPU, "rollout.placement=colocated"), True, ""),
@@ -279,7 +382,11 @@ QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
     ],
 )
 def test_engines_that_read_no_weights_get_all(
-    workspace: Path, changes: dict[str, Any], overrides: tuple[str, ...], sees: bool, named: str
+    workspace: Path,
+    changes: dict[str, Any],
+    overrides: tuple[str, ...],
+    sees: bool,
+    named: str,
 ) -> None:
     described(**changes)()
     model = Mock(spec=["get_image_features"] if sees else [])
@@ -308,7 +415,10 @@ def test_engines_that_read_no_weights_get_all(
         (MIXTURE, EXPERTS),
         (GATED_DELTA, (GPU, *TENSOR, "policy.parallel.pipeline_parallel=2")),
         (SPARSE, (GPU,)),
-        (SPARSE | {"model_type": "deepseek_v32"}, (GPU, "policy.parallel.pipeline_parallel=2")),
+        (
+            SPARSE | {"model_type": "deepseek_v32"},
+            (GPU, "policy.parallel.pipeline_parallel=2"),
+        ),
         (SPARSE, (GPU, LORA, "model.lora.target_modules=q_b_proj")),
         (LATENT, ()),
         (LATENT, (LORA,)),
@@ -355,7 +465,12 @@ def test_the_dry_run_of_a_hybrid_names_what_all_linear_leaves_out(
 @pytest.mark.parametrize(
     ("family", "head", "dtype", "reason"),
     [
-        ("qwen3_next", 64, "auto", "model.dtype=auto: vLLM's gated delta nets on CPUs compute in bfloat16"),
+        (
+            "qwen3_next",
+            64,
+            "auto",
+            "model.dtype=auto: vLLM's gated delta nets on CPUs compute in bfloat16",
+        ),
         ("qwen3_5_text", 32, "bfloat16", "take heads of 64 or 128 numbers, not 32"),
         ("jamba", 64, "auto", "vLLM computes jamba on GPUs alone"),
         ("kimi_linear", 64, "auto", "vLLM computes kimi_linear on GPUs alone"),
@@ -377,12 +492,15 @@ def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
     WEIGHTS.unlink()
     for file in ("0.safetensors", "1.safetensors"):
         write_weight_file(
-            WEIGHTS.with_name(file), {n: shape for n, shape in weights.items() if files[n] == file}
+            WEIGHTS.with_name(file),
+            {n: shape for n, shape in weights.items() if files[n] == file},
         )
     check_everything()
 
 
-def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_model_is_looked_at(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reference, the critic and the reward model, too; a critic may be either kind."""
     judge = {"architectures": ["Qwen2ForSequenceClassification"]}
     for overrides, key in (
@@ -397,7 +515,9 @@ def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture
         assert f"error: {key}=other: other/model.safetensors" in capsys.readouterr().err
     shapes = qwen2_weights(MODEL | judge) | {"score.weight": (3, MODEL["hidden_size"])}
     write_weight_file(workspace / "other" / "model.safetensors", shapes)
-    assert "reward.model.paths.a=other: it has 3 labels" in refusal("reward.model.paths.a=other")
+    assert "reward.model.paths.a=other: it has 3 labels" in refusal(
+        "reward.model.paths.a=other"
+    )
     write_model(workspace / "other")
     (workspace / "other" / "config.json").write_text(json.dumps(MODEL | judge))
     assert "reward.model.path=other: the weight files have no score.weight" in refusal(
@@ -408,7 +528,10 @@ def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (("algorithm.loss.kl_coefficient=0.1", "reference.path=other"), "reference.path=other"),
+        (
+            ("algorithm.loss.kl_coefficient=0.1", "reference.path=other"),
+            "reference.path=other",
+        ),
         (("algorithm.advantage=gae", "critic.path=other"), "critic.path=other"),
     ],
 )
@@ -418,36 +541,63 @@ def test_a_model_of_another_vocabulary_or_length_is_refused(
     write_model(workspace / "other", vocab_size=33)
     assert refusal(*overrides).startswith(f"{key}: it has 33 tokens")
     write_model(workspace / "other", max_position_embeddings=64)
-    assert refusal(*overrides).startswith(f"{key}: it takes 64 tokens, and sequences may reach 96")
+    assert refusal(*overrides).startswith(
+        f"{key}: it takes 64 tokens, and sequences may reach 96"
+    )
 
 
 def test_a_critic_does_not_read_images(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(AutoConfig.for_model("qwen2_5_vl").to_json_string())
+    (tmp_path / "config.json").write_text(
+        AutoConfig.for_model("qwen2_5_vl").to_json_string()
+    )
     with pytest.raises(UnsupportedModelError, match="qwen2_5_vl reads images"):
         check_kind(tmp_path, ("value", "lm"))
     check_kind(tmp_path, ("lm",))
 
 
 def test_key_value_heads_must_go_with_tensor_parallel(workspace: Path) -> None:
-    write_model(workspace / "model", num_attention_heads=12, num_key_value_heads=4, hidden_size=384)
-    assert refusal("rollout.tensor_parallel=6").startswith("rollout.tensor_parallel=6: it neither divides")
+    write_model(
+        workspace / "model", num_attention_heads=12, num_key_value_heads=4, hidden_size=384
+    )
+    assert refusal("rollout.tensor_parallel=6").startswith(
+        "rollout.tensor_parallel=6: it neither divides"
+    )
 
 
 def test_rotary_scaling_lengthens_what_a_model_takes(workspace: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
     write_model(workspace / "model", rope_scaling=scaling)
     check_everything("data.max_prompt_tokens=192")
-    assert "takes 256 tokens, and sequences may reach 257" in refusal("data.max_prompt_tokens=193")
+    assert "takes 256 tokens, and sequences may reach 257" in refusal(
+        "data.max_prompt_tokens=193"
+    )
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_neox"]
+)
 def test_what_transformers_saves_is_what_is_expected(tmp_path: Path, family: str) -> None:
     """Experts that it fuses in memory, and names that it changes, are converted before they are compared."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": None, "moe_intermediate_size": 8}
-    sizes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+        "pad_token_id": None,
+        "moe_intermediate_size": 8,
+    }
+    sizes |= {
+        "num_local_experts" if family == "mixtral" else "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     sizes |= {"shared_expert_intermediate_size": 8}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(
+        tmp_path
+    )
     build_skeleton(ModelConfig(path="a model"), tmp_path, "lm", trained=True, weights=True)
 
 
@@ -468,7 +618,11 @@ def test_numbers_of_vllm_that_settings_are_held_to() -> None:
     ],
 )
 def test_a_model_without_an_end_of_sequence_is_warned_of(
-    workspace: Path, capsys: pytest.CaptureFixture[str], file: str, content: dict[str, object], warned: bool
+    workspace: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: dict[str, object],
+    warned: bool,
 ) -> None:
     Path("model/config.json").write_text(json.dumps(MODEL | {"eos_token_id": None}))
     if file:

@@ -30,7 +30,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "balancing" / "precompile.py"
 
 
-def test_a_run_waits_for_the_compilation_of_its_plans(compiler: Path, tmp_path: Path) -> None:
+def test_a_run_waits_for_the_compilation_of_its_plans(
+    compiler: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "arguments"
     compiler.write_text(STAND_IN.format(file=str(file), then=""))
     with compiling_planner() as wait:
@@ -39,7 +41,9 @@ def test_a_run_waits_for_the_compilation_of_its_plans(compiler: Path, tmp_path: 
 
 
 def test_a_start_that_fails_ends_the_compilation(compiler: Path, tmp_path: Path) -> None:
-    compiler.write_text(STAND_IN.format(file=str(tmp_path / "x"), then="import time; time.sleep(600)"))
+    compiler.write_text(
+        STAND_IN.format(file=str(tmp_path / "x"), then="import time; time.sleep(600)")
+    )
     before = children()
     with pytest.raises(KeyError), compiling_planner():
         assert len(children() - before) == 1
@@ -56,9 +60,13 @@ def test_compiled_plans_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not COMPILED, reason="needs Numba")
-def test_code_on_disk_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_on_disk_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stats = SimpleNamespace(cache_path=str(tmp_path))
-    monkeypatch.setattr(precompile, "exchange_until_even", SimpleNamespace(stats=stats, __name__="loop"))
+    monkeypatch.setattr(
+        precompile, "exchange_until_even", SimpleNamespace(stats=stats, __name__="loop")
+    )
     assert not precompile.is_compiled()
     (tmp_path / "exchange.loop-197.py311.nbi").touch()
     assert precompile.is_compiled()

@@ -22,7 +22,13 @@ from controller.config import Config, load
 from controller.config.sections import RunConfig
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.local_ray import ray_folder
-from controller.lifecycle.session import _raylet_end, push_to_hub, ray_session, recovering, resuming
+from controller.lifecycle.session import (
+    _raylet_end,
+    push_to_hub,
+    ray_session,
+    recovering,
+    resuming,
+)
 from controller.observability.console import Console
 from controller.preflight.checks import check
 from controller.training_loop import Outcome
@@ -35,9 +41,14 @@ from workers.model.checkpoint.checkpoint_folder import Manifest, commit
 RESUME = ("--config", "config.yaml", "run.resume=auto")
 
 
-@pytest.mark.parametrize("summary", ['{"steps": 10}', '{"steps": 12}', '{"steps": 9}', "", "[]", "{}"])
+@pytest.mark.parametrize(
+    "summary", ['{"steps": 10}', '{"steps": 12}', '{"steps": 9}', "", "[]", "{}"]
+)
 def test_only_a_run_with_steps_left_goes_on(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], summary: str
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    summary: str,
 ) -> None:
     folder = workspace / "runs" / "test"
     folder.mkdir(parents=True)
@@ -50,16 +61,22 @@ def test_only_a_run_with_steps_left_goes_on(
     assert begun == ([] if ended else ["inputs"])
     if ended:
         steps = json.loads(summary)["steps"]
-        told = f"runs/test has ended after step {steps}. Raise run.steps=10 to continue it\n"
+        told = (
+            f"runs/test has ended after step {steps}. Raise run.steps=10 to continue it\n"
+        )
         assert tuple(capsys.readouterr()) == (told, "")
 
 
 def test_the_summary_has_medians_over_steps() -> None:
-    steps = tuple({"time/step_s": s, "throughput/tokens_per_s": 100 / s} for s in (1.0, 2.0, 10.0))
+    steps = tuple(
+        {"time/step_s": s, "throughput/tokens_per_s": 100 / s} for s in (1.0, 2.0, 10.0)
+    )
     summary = Outcome({"reward": 0.1}, {"reward": 0.5}, steps, last_step=9).summary()
     assert (summary["seconds_per_step"], summary["tokens_per_second"]) == (2.0, 50.0)
     assert summary["validation"]["after"] == {"reward": 0.5}
-    assert summary["steps"] == 9  # also of those that came before the run went on from a checkpoint
+    assert (
+        summary["steps"] == 9
+    )  # also of those that came before the run went on from a checkpoint
 
 
 # What a lost actor costs
@@ -93,7 +110,9 @@ def write_checkpoint(folder: Path, step: int) -> None:
 
 def test_a_loss_is_made_good_by_another_attempt_that_resumes(tmp_path: Path) -> None:
     said: list[str] = []
-    attempts = Attempts(LostError("policy dp=1 was lost"), LostError("reference dp=0 was lost"))
+    attempts = Attempts(
+        LostError("policy dp=1 was lost"), LostError("reference dp=0 was lost")
+    )
     write_checkpoint(tmp_path, 2)
     budget = recovering(attempts, config_for(tmp_path), said.append)
     assert attempts.resumed == ["never", "auto", "auto"]
@@ -111,14 +130,23 @@ def test_before_its_first_checkpoint_a_run_begins_again_as_it_began(tmp_path: Pa
 def test_with_copies_in_memory_a_run_continues_under_its_name_and_keeps_a_named_checkpoint(
     tmp_path: Path,
 ) -> None:
-    assert resuming(config_for(tmp_path, resume="never", peer_copies=1)).run.resume == "auto"
-    assert resuming(config_for(tmp_path, resume="runs/other", peer_copies=1)).run.resume == "runs/other"
+    assert (
+        resuming(config_for(tmp_path, resume="never", peer_copies=1)).run.resume == "auto"
+    )
+    assert (
+        resuming(config_for(tmp_path, resume="runs/other", peer_copies=1)).run.resume
+        == "runs/other"
+    )
 
 
 @pytest.mark.parametrize(
     ("run", "errors", "named"),
     [
-        ({"checkpoint_every": 0}, [LostError("lost 1")], "lost 1; a run with run.checkpoint_every above 0"),
+        (
+            {"checkpoint_every": 0},
+            [LostError("lost 1")],
+            "lost 1; a run with run.checkpoint_every above 0",
+        ),
         (
             {"max_restarts": 2},
             [LostError(f"lost {i}") for i in (1, 2, 3)],
@@ -147,11 +175,19 @@ def test_what_cannot_be_made_good_stops_the_run_with_the_cause_first(
             Exception("The current node timed out"),
             "a local Ray did not start: The current node timed out",
         ),
-        ("10.0.0.1:6379", ConnectionError("no"), "Ray at 10.0.0.1:6379 could not be reached: no"),
+        (
+            "10.0.0.1:6379",
+            ConnectionError("no"),
+            "Ray at 10.0.0.1:6379 could not be reached: no",
+        ),
     ],
 )
 def test_a_ray_that_does_not_come_up_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, raised: Exception, named: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    raised: Exception,
+    named: str,
 ) -> None:
     def init(**options: object) -> None:
         raise raised
@@ -169,14 +205,19 @@ def test_sigterm_interrupts_a_run_although_ray_handles_it_too(
 ) -> None:
     def init(**options: object) -> SimpleNamespace:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return SimpleNamespace(dashboard_url="", address_info={"session_dir": str(tmp_path)})
+        return SimpleNamespace(
+            dashboard_url="", address_info={"session_dir": str(tmp_path)}
+        )
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt), ray_session(load(write_workspace(tmp_path)), Console()):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            ray_session(load(write_workspace(tmp_path)), Console()),
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -212,7 +253,9 @@ with ray_session(load(sys.argv[1]), Console()):
 """
 
 
-def test_a_local_ray_is_closed_to_others_and_outlives_a_signal_to_its_runs_group(tmp_path: Path) -> None:
+def test_a_local_ray_is_closed_to_others_and_outlives_a_signal_to_its_runs_group(
+    tmp_path: Path,
+) -> None:
     """Only here are the sockets of a whole Ray listed, and its raylet killed under a run."""
     base = tempfile.mkdtemp(dir="/tmp")  # sockets need a short path
     environment = marked_environment() | {"RAY_TMPDIR": base}
@@ -227,22 +270,33 @@ def test_a_local_ray_is_closed_to_others_and_outlives_a_signal_to_its_runs_group
     assert "Ray's raylet ended with signal 9, as when memory is short" in told
     assert "no checkpoint to resume from" in told
     assert len(found["listening"]) >= 5
-    assert {address for _, address in found["listening"]} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert {address for _, address in found["listening"]} <= {
+        "127.0.0.1",
+        "::ffff:127.0.0.1",
+        "::1",
+    }
     assert (found["folder"], found["mode"]) == (f"{base}/ray-{os.getuid()}/ray", "0700")
     assert (found["group"], found["goes_on"]) == ([], 1)
 
 
-def test_a_folder_that_another_user_took_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_user_took_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / f"ray-{os.getuid()}").symlink_to(elsewhere)
     folder = ray_folder().parent
-    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700 and not folder.is_symlink()
+    assert (
+        folder.parent == tmp_path
+        and folder.stat().st_mode & 0o777 == 0o700
+        and not folder.is_symlink()
+    )
 
 
 @pytest.mark.parametrize(
-    ("code", "word"), [("raise SystemExit(0)", "SIGTERM"), ("raise SystemExit(3)", "code 3, as when memory")]
+    ("code", "word"),
+    [("raise SystemExit(0)", "SIGTERM"), ("raise SystemExit(3)", "code 3, as when memory")],
 )
 def test_the_end_of_a_raylet_is_told_by_its_kind(code: str, word: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -271,7 +325,9 @@ def test_an_upload_that_cannot_work_is_refused_before_the_run(
 ) -> None:
     config = load("config.yaml", [HUB, "run.name=new"])
     check(config)
-    assert "run.push_to_hub=a/b/c: expected owner/name" in refusal("run.push_to_hub=a/b/c", "run.name=new")
+    assert "run.push_to_hub=a/b/c: expected owner/name" in refusal(
+        "run.push_to_hub=a/b/c", "run.name=new"
+    )
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert "needs a token of the hub" in refusal(HUB, "run.name=new")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -288,7 +344,12 @@ def test_model_and_adapters_are_uploaded_to_a_private_repository(
         return f"https://huggingface.co/{repo_id}"
 
     def upload(
-        self: HfApi, *, repo_id: str, folder_path: Path, commit_message: str, path_in_repo: str | None = None
+        self: HfApi,
+        *,
+        repo_id: str,
+        folder_path: Path,
+        commit_message: str,
+        path_in_repo: str | None = None,
     ) -> None:
         done.append((folder_path.name, path_in_repo))
 
@@ -296,7 +357,11 @@ def test_model_and_adapters_are_uploaded_to_a_private_repository(
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     said: list[str] = []
     push_to_hub(finished, said.append)
-    assert done == [("create", "somebody/sums", True, True), ("model", None), ("adapters", "adapters")]
+    assert done == [
+        ("create", "somebody/sums", True, True),
+        ("model", None),
+        ("adapters", "adapters"),
+    ]
     assert said == ["pushed to https://huggingface.co/somebody/sums"]
     done.clear()
     push_to_hub(load("config.yaml", ["run.name=new"]), print)

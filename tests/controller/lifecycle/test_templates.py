@@ -24,13 +24,19 @@ TEMPLATE = (  # in digits, which the tokenizer knows: 7 for each tool, then 8, o
     "{% if high is defined and high %}9{% else %}8{% endif %}"
 )
 CHAT = [{"role": "user", "content": "1+1="}]
-ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+ADD = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOL = {"type": "function", "function": ADD}
 GIVEN = ("model.chat_template=mine.jinja", "data.train=chat.jsonl", "data.validation=''")
 
 
 @pytest.fixture
-def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(
+    stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
@@ -39,7 +45,9 @@ def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def write(folder: Path, **columns: Any) -> None:
-    (folder / "chat.jsonl").write_text(json.dumps({"prompt": CHAT, "response": "2"} | columns))
+    (folder / "chat.jsonl").write_text(
+        json.dumps({"prompt": CHAT, "response": "2"} | columns)
+    )
 
 
 @pytest.mark.drawn(8)
@@ -48,9 +56,17 @@ def write(folder: Path, **columns: Any) -> None:
     [
         ({}, "", "1+1=8"),
         ({}, "true", "1+1=9"),
-        ({"tools": None, "chat_template_arguments": {"high": True, "other": None}}, "", "1+1=9"),
+        (
+            {"tools": None, "chat_template_arguments": {"high": True, "other": None}},
+            "",
+            "1+1=9",
+        ),
         ({"chat_template_arguments": {"high": False}}, "true", "1+1=8"),
-        ({"chat_template_arguments": '{"high": true}', "tools": [ADD, TOOL]}, "false", "1+1=779"),
+        (
+            {"chat_template_arguments": '{"high": true}', "tools": [ADD, TOOL]},
+            "false",
+            "1+1=779",
+        ),
         ({"tools": json.dumps([TOOL])}, "", "1+1=78"),
         ({"tools": [json.dumps(ADD)]}, "", "1+1=78"),
         ({"tools": []}, "", "1+1=8"),
@@ -61,14 +77,23 @@ def test_prompts_are_rendered_by_the_file_with_the_runs_and_the_records_options(
     workspace: Path, command: str, columns: dict[str, Any], argument: str, expected: str
 ) -> None:
     write(workspace, **columns)
-    given = [*GIVEN, *([f"data.chat_template_arguments={{high: {argument}}}"] if argument else [])]
+    given = [
+        *GIVEN,
+        *([f"data.chat_template_arguments={{high: {argument}}}"] if argument else []),
+    ]
     if command == "sft":
-        (workspace / "chat.jsonl").write_text(json.dumps({"messages": [*CHAT, turn("2")]} | columns))
+        (workspace / "chat.jsonl").write_text(
+            json.dumps({"messages": [*CHAT, turn("2")]} | columns)
+        )
         given = ["run.name=x", "model.path=model", *given, "resources.device=cpu"]
-        template = TEMPLATE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+        template = TEMPLATE.replace(
+            "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
+        )
         (workspace / "mine.jinja").write_text(template)
         settings: Any = load_as(SftConfig, None, given)
-        assert offline_training.read_inputs(settings).first_text == expected.replace("=", "=2")
+        assert offline_training.read_inputs(settings).first_text == expected.replace(
+            "=", "=2"
+        )
         return
     schema = GenerateConfig if command == "generate" else Config
     config: Any = load_as(schema, None, [*SETTINGS, *given])
@@ -92,10 +117,25 @@ def turn(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("columns", "overrides", "named", "error"),
     [
-        ({}, ["data.chat_template_arguments={hihg: true}"], "never reads 'hihg'", ConfigError),
+        (
+            {},
+            ["data.chat_template_arguments={hihg: true}"],
+            "never reads 'hihg'",
+            ConfigError,
+        ),
         ({"chat_template_arguments": {"low": 1}}, [], "never reads 'low'", ConfigError),
-        ({}, ["data.chat_template_arguments={tools: []}"], "data.chat_template_arguments", ConfigError),
-        ({"chat_template_arguments": {"messages": []}}, [], "chat.jsonl record 1", DataError),
+        (
+            {},
+            ["data.chat_template_arguments={tools: []}"],
+            "data.chat_template_arguments",
+            ConfigError,
+        ),
+        (
+            {"chat_template_arguments": {"messages": []}},
+            [],
+            "chat.jsonl record 1",
+            DataError,
+        ),
         ({"chat_template_arguments": "[1]"}, [], "chat.jsonl record 1", DataError),
         ({"tools": "add"}, [], "chat.jsonl record 1", DataError),
         ({"tools": [{"description": "x"}]}, [], "chat.jsonl record 1", DataError),
@@ -105,12 +145,26 @@ def turn(text: str) -> dict[str, str]:
         ({}, ["model.chat_template=model"], "model.chat_template=model", ConfigError),
         ({}, ["model.chat_template=empty"], "model.chat_template=empty", ConfigError),
         ({}, ["model.chat_template=bytes"], "model.chat_template=bytes", ConfigError),
-        ({"tools": [ADD]}, ["model.chat_template=plain.jinja"], "never reads 'tools'", ConfigError),
-        ({}, ["model.chat_template=broken.jinja"], "model.chat_template=broken.jinja", ConfigError),
+        (
+            {"tools": [ADD]},
+            ["model.chat_template=plain.jinja"],
+            "never reads 'tools'",
+            ConfigError,
+        ),
+        (
+            {},
+            ["model.chat_template=broken.jinja"],
+            "model.chat_template=broken.jinja",
+            ConfigError,
+        ),
     ],
 )
 def test_what_no_template_can_use_is_refused(
-    workspace: Path, columns: dict[str, Any], overrides: list[str], named: str, error: type[Exception]
+    workspace: Path,
+    columns: dict[str, Any],
+    overrides: list[str],
+    named: str,
+    error: type[Exception],
 ) -> None:
     write(workspace, **columns)
     (workspace / "empty").write_text("")
@@ -124,7 +178,9 @@ def test_what_no_template_can_use_is_refused(
 
 
 def test_an_option_that_a_later_record_alone_gives_is_checked_too(workspace: Path) -> None:
-    records = [{"prompt": CHAT}] * 40 + [{"prompt": CHAT, "chat_template_arguments": {"low": 1}}]
+    records = [{"prompt": CHAT}] * 40 + [
+        {"prompt": CHAT, "chat_template_arguments": {"low": 1}}
+    ]
     (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
     with refused("chat.jsonl record 41", DataError):
         read_inputs(load(None, [*SETTINGS, *GIVEN]))
@@ -134,5 +190,10 @@ def test_a_model_with_a_template_for_tools_renders_tools_by_it(workspace: Path) 
     write(workspace, tools=[ADD])
     (workspace / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (workspace / "model" / "additional_chat_templates").mkdir()
-    (workspace / "model" / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
-    assert read_inputs(load(None, [*SETTINGS, *GIVEN, "model.chat_template=''"])).first_prompt == "1+1=78"
+    (workspace / "model" / "additional_chat_templates" / "tool_use.jinja").write_text(
+        TEMPLATE
+    )
+    assert (
+        read_inputs(load(None, [*SETTINGS, *GIVEN, "model.chat_template=''"])).first_prompt
+        == "1+1=78"
+    )

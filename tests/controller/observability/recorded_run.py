@@ -29,7 +29,11 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
     config = Config()
     config.run.dir, config.run.name = str(folder.parent), folder.name
     config.model.path, config.data.train = "models/small", "train.jsonl"
-    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.batch.mini_batches = (
+    (
+        config.policy.data_parallel,
+        config.policy.max_tokens_per_micro_batch,
+        config.batch.mini_batches,
+    ) = (
         ranks,
         4096,
         2,
@@ -42,7 +46,9 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
             writer.step(step, metrics(step, steps))
             lengths = rng.lognormal(5.5 + step / steps, 0.6, 64).clip(8, 2048).astype(int)
             mini_batches = np.arange(64).reshape(2, 32)
-            plan = plan_batch(lengths, ranks=ranks, max_tokens=4096, mini_batches=mini_batches)
+            plan = plan_batch(
+                lengths, ranks=ranks, max_tokens=4096, mini_batches=mini_batches
+            )
             writer.lengths(step, plan_record(plan), lengths=lengths)
             writer.samples(step, samples(step, rng))
             writer.timeline(step, timeline())
@@ -94,19 +100,27 @@ def samples(step: int, rng: np.random.Generator) -> list[dict]:
 
 
 def attack(step: int) -> dict:
-    return node(5, 0, ATTACKS[step % len(ATTACKS)], ("user", ATTACKS[0]), finish_reason="length")
+    return node(
+        5, 0, ATTACKS[step % len(ATTACKS)], ("user", ATTACKS[0]), finish_reason="length"
+    )
 
 
 def timeline() -> dict:
     recorder = TimelineRecorder()
-    recorder.micro_steps({"policy dp=0": [MicroStepTime("update", 0.0, 1.0, 1, 1)]}, CostModel(1.0, 1e-3))
+    recorder.micro_steps(
+        {"policy dp=0": [MicroStepTime("update", 0.0, 1.0, 1, 1)]}, CostModel(1.0, 1e-3)
+    )
     return recorder.take()
 
 
 def held_out() -> list[ScoredResponse]:
     return [
         ScoredResponse(
-            str(i), "held out", {"reward": i / 10}, "", {"prompt": f"{i}: {attack}", "response": attack}
+            str(i),
+            "held out",
+            {"reward": i / 10},
+            "",
+            {"prompt": f"{i}: {attack}", "response": attack},
         )
         for i, attack in enumerate(ATTACKS)
     ]

@@ -3,7 +3,9 @@
 from typing import Any
 
 
-def node(number: int, parent: int | None, text: str, *asked: tuple[str, Any], **facts: Any) -> dict[str, Any]:
+def node(
+    number: int, parent: int | None, text: str, *asked: tuple[str, Any], **facts: Any
+) -> dict[str, Any]:
     """A turn of 10 tokens that took half of every second."""
     return {
         "number": number,

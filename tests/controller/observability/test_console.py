@@ -35,12 +35,21 @@ QUICKSTART = METRICS | {
 
 def recorded(terminal: bool, width: int = 100) -> rich.console.Console:
     return rich.console.Console(
-        file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, soft_wrap=True, record=True
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        highlight=False,
+        soft_wrap=True,
+        record=True,
     )
 
 
 def balance(given: float, planned: float) -> dict[str, float]:
-    values = {"imbalance_before": given, "imbalance_karmarkar_karp": 0.12 * given, "imbalance": planned}
+    values = {
+        "imbalance_before": given,
+        "imbalance_karmarkar_karp": 0.12 * given,
+        "imbalance": planned,
+    }
     return {f"balance/{name}/micro_steps": value for name, value in values.items()}
 
 
@@ -69,17 +78,28 @@ def test_in_a_log_there_are_lines_and_nothing_else() -> None:
         advance(8)
     console.step(1, 20, METRICS)
     line = re.sub(r"\d:\d\d", "m:ss", output.export_text())
-    assert line == "step  1/20  elapsed m:ss  left m:ss  reward 0.500  exact_match 0.250  s 2.00\n"
+    assert (
+        line
+        == "step  1/20  elapsed m:ss  left m:ss  reward 0.500  exact_match 0.250  s 2.00\n"
+    )
     assert "\x1b" not in output.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_quickstart_shows_what_a_user_looks_at_in_a_line_that_fits(terminal: bool, width: int) -> None:
-    *header, first, second = lines_of([QUICKSTART | balance(0.2, 0.001)] * 2, terminal=terminal, width=width)
+def test_the_quickstart_shows_what_a_user_looks_at_in_a_line_that_fits(
+    terminal: bool, width: int
+) -> None:
+    *header, first, second = lines_of(
+        [QUICKSTART | balance(0.2, 0.001)] * 2, terminal=terminal, width=width
+    )
     assert len(header) == terminal
     labels = ["step", "left", "reward", "exact_match", "response"]
-    labels += ["s", *["tokens/s"] * (terminal or width >= 100), *["elapsed"] * (terminal or width >= 160)]
+    labels += [
+        "s",
+        *["tokens/s"] * (terminal or width >= 100),
+        *["elapsed"] * (terminal or width >= 160),
+    ]
     for label in labels:
         assert label in " ".join([*header, first]).split()
     assert not {"imbalance", "mismatch"} & set(" ".join([*header, first, second]).split())
@@ -111,9 +131,16 @@ def test_a_step_is_one_line_at_any_width_and_the_log_has_all_of_it(
     assert len(lines) == 1 + terminal
     assert max(map(len, lines)) <= width
     (whole,) = kept.getvalue().splitlines()
-    hidden = {"reward/mean", "reward/std", "reward/failures", "policy/rollout_mismatch_mean"}
+    hidden = {
+        "reward/mean",
+        "reward/std",
+        "reward/failures",
+        "policy/rollout_mismatch_mean",
+    }
     names = [
-        name.removeprefix("reward/") for name in metrics if name.startswith("reward/") and name not in hidden
+        name.removeprefix("reward/")
+        for name in metrics
+        if name.startswith("reward/") and name not in hidden
     ]
     assert all(f"  {name} " in whole for name in names)
 
@@ -132,16 +159,23 @@ def test_a_step_is_one_line_at_any_width_and_the_log_has_all_of_it(
 def test_imbalance_and_mismatch_are_shown_where_asked_for_or_bad(
     found: dict[str, float], verbose: bool, shown: bool, terminal: bool
 ) -> None:
-    steps = [QUICKSTART | found, QUICKSTART | balance(found["balance/imbalance_before/micro_steps"], 0.01)]
+    steps = [
+        QUICKSTART | found,
+        QUICKSTART | balance(found["balance/imbalance_before/micro_steps"], 0.01),
+    ]
     lines = lines_of(steps[: 1 + terminal], terminal=terminal, width=200, verbose=verbose)
     text = "\n".join(lines)
-    assert [name in text for name in ("imbalance given", "Karmarkar-Karp", "planned")] == [shown] * 3
+    assert [name in text for name in ("imbalance given", "Karmarkar-Karp", "planned")] == [
+        shown
+    ] * 3
     assert ("mismatch" in text) == (verbose or "policy/rollout_mismatch_mean" in found)
     if terminal:
         assert len(lines) == 3  # what was shown once stays, under the same header
 
 
-def test_the_time_left_follows_from_the_steps_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_from_the_steps_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr("controller.observability.console.time.monotonic", lambda: now)
     output = recorded(terminal=False, width=200)
@@ -159,14 +193,18 @@ def test_the_time_left_follows_from_the_steps_so_far(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_where_a_line_is_alive_waiting_is_told_in_it_and_kept_in_the_log(tmp_path: Path) -> None:
+def test_where_a_line_is_alive_waiting_is_told_in_it_and_kept_in_the_log(
+    tmp_path: Path,
+) -> None:
     """Elsewhere it is a line."""
     for terminal in (True, False):
         output = recorded(terminal)
         console = Console(output)
         with run_log(tmp_path / str(terminal), console), console.phase("starting"):
             console.note("waiting for [policy]")
-        assert "waiting for [policy]\n" in (tmp_path / str(terminal) / "run.log").read_text()
+        assert (
+            "waiting for [policy]\n" in (tmp_path / str(terminal) / "run.log").read_text()
+        )
         assert "waiting for [policy]" in (drawn := output.file.getvalue())
         assert (drawn == "waiting for [policy]\n") is not terminal
 
@@ -182,7 +220,9 @@ def test_nothing_is_alive_in_a_pipe_whatever_the_environment_says(
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_in_a_log_a_step_that_lasts_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_log_a_step_that_lasts_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("controller.observability.console.HEARTBEAT_SECONDS", 0.0)
     output, told = recorded(terminal=False), threading.Event()
     console = Console(output)
@@ -216,7 +256,11 @@ def test_on_a_terminal_a_line_is_alive_while_a_phase_is_and_leaves_only_lines() 
     output = recorded(terminal=True)
     console = Console(output)
     console.begin_step(3, 20)
-    with pytest.raises(KeyboardInterrupt), console.phase("rollout"), console.samples(8) as advance:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        console.phase("rollout"),
+        console.samples(8) as advance,
+    ):
         advance(6)
         console.log("one line")
         raise KeyboardInterrupt
@@ -232,7 +276,11 @@ def test_on_a_terminal_a_line_is_alive_while_a_phase_is_and_leaves_only_lines() 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int) -> None:
     status = LiveLine(
-        "7/60", [("step", 0.0), ("rollout", 10.0)], [SamplingRound(256, 180)], began=-50.0, ends=111.4
+        "7/60",
+        [("step", 0.0), ("rollout", 10.0)],
+        [SamplingRound(256, 180)],
+        began=-50.0,
+        ends=111.4,
     )
     status.rewards.extend([0.1, 0.5, 0.9])
     status.note = "waiting for " * 20
@@ -242,7 +290,15 @@ def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int
     assert "180/256" in row
     assert "▁▅█" in row
     starting = LiveLine(phases=[("starting", 1.0)], note="waiting for Ray", began=0.0)
-    assert shown(starting, now=2.0).split()[1:] == ["0:02", "starting", "1.0", "s", "waiting", "for", "Ray"]
+    assert shown(starting, now=2.0).split()[1:] == [
+        "0:02",
+        "starting",
+        "1.0",
+        "s",
+        "waiting",
+        "for",
+        "Ray",
+    ]
 
 
 def test_phases_of_two_threads_end_in_any_order() -> None:
@@ -266,12 +322,25 @@ def completions(*rows: dict) -> str:
 
 
 def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> None:
-    trained = {"prompt": "[b]a", "response": "[bold]4[/bold] \\boxed", "reward": 1.0, "advantage": 0.75}
-    text = completions(trained, {"prompt": "[b]b", "response": "5", "reward": 0.0, "advantage": None})
+    trained = {
+        "prompt": "[b]a",
+        "response": "[bold]4[/bold] \\boxed",
+        "reward": 1.0,
+        "advantage": 0.75,
+    }
+    text = completions(
+        trained, {"prompt": "[b]b", "response": "5", "reward": 0.0, "advantage": None}
+    )
     assert "[bold]4[/bold] \\boxed" in text
     assert "+0.750" in text
     (without,) = [line for line in text.splitlines() if "│ [b]b " in line]
-    assert [cell.strip() for cell in without.split("│")][1:-1] == ["[b]b", "0", "5", "0.000", "-"]
+    assert [cell.strip() for cell in without.split("│")][1:-1] == [
+        "[b]b",
+        "0",
+        "5",
+        "0.000",
+        "-",
+    ]
 
 
 def test_completions_have_no_advantages_with_a_critic_whose_are_per_token() -> None:
@@ -281,7 +350,12 @@ def test_completions_have_no_advantages_with_a_critic_whose_are_per_token() -> N
 
 def test_a_session_is_shown_as_a_tree() -> None:
     text = completions(
-        {"prompt": "a", "response": "all", "reward": 1.0, "session": as_recorded(FORKED, 1_000)}
+        {
+            "prompt": "a",
+            "response": "all",
+            "reward": 1.0,
+            "session": as_recorded(FORKED, 1_000),
+        }
     )
     assert "branch after turn 1" in text
     assert "completions" not in text

@@ -57,7 +57,9 @@ def test_the_file_that_could_not_be_written_is_named(tmp_path: Path, file: str) 
     )
 
 
-def test_tensorboards_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboards_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tracker = TensorBoardTracker(tmp_path)
 
     def full(*_: Any) -> None:
@@ -81,7 +83,11 @@ def test_tensorboards_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: list[int], models: list[str], left: str
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: list[int],
+    models: list[str],
+    left: str,
 ) -> None:
     config = load("config.yaml")
     for step in checkpoints:
@@ -95,13 +101,19 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
         with writer(config.run_folder, "metrics.jsonl") as opened:
             yield opened
 
-    monkeypatch.setattr("controller.lifecycle.session.ray_session", lambda *_: nullcontext())
-    monkeypatch.setattr("controller.training_loop.train", lambda run, *_: run.step(1, {"policy/loss": 0.5}))
+    monkeypatch.setattr(
+        "controller.lifecycle.session.ray_session", lambda *_: nullcontext()
+    )
+    monkeypatch.setattr(
+        "controller.training_loop.train", lambda run, *_: run.step(1, {"policy/loss": 0.5})
+    )
     monkeypatch.setattr(fit, "training", training)
     with pytest.raises(OutputError) as caught:
         fit.run(
             config,
-            SimpleNamespace(sources=[], validation=None, answer_warnings=[], warnings=[], step=b""),
+            SimpleNamespace(
+                sources=[], validation=None, answer_warnings=[], warnings=[], step=b""
+            ),
             Console(),
         )
     expected = left.replace("{4}", str(checkpoint_path(config.run_folder, 4)))

@@ -33,14 +33,20 @@ def test_a_symptom_that_was_gone_is_told_again_and_stands_once_in_the_report() -
         for step, share in enumerate(shares, 1)
         for sentence in health.see(step, {SIGNAL: share}).values()
     ]
-    assert [sentence[:12] for sentence in on_the_terminal] == ["steps 1 to 3", "steps 5 to 7"]
+    assert [sentence[:12] for sentence in on_the_terminal] == [
+        "steps 1 to 3",
+        "steps 5 to 7",
+    ]
     (sentence,) = told(SIGNAL, *shares)
     assert sentence.startswith("steps 1 to 3")
     assert sentence.endswith("(told 2 times, the last at step 7)")
 
 
 def test_entropy_that_falls_is_no_symptom_of_supervised_fine_tuning() -> None:
-    steps = [{"step": step, "policy/entropy": value} for step, value in enumerate((2.0, 0.1, 0.1, 0.1), 1)]
+    steps = [
+        {"step": step, "policy/entropy": value}
+        for step, value in enumerate((2.0, 0.1, 0.1, 0.1), 1)
+    ]
     assert warnings(steps)
     assert not warnings(steps, samples=False)
 
@@ -66,7 +72,12 @@ def test_a_step_that_updates_nothing_neither_shows_nor_ends_a_symptom() -> None:
 @pytest.mark.parametrize(
     ("name", "good", "bad", "advice"),
     [
-        ("policy/entropy", (2.0, 1.0, 0.5, 0.3), (2.0, 0.1, 0.1, 0.1), "policy.optimizer.learning_rate"),
+        (
+            "policy/entropy",
+            (2.0, 1.0, 0.5, 0.3),
+            (2.0, 0.1, 0.1, 0.1),
+            "policy.optimizer.learning_rate",
+        ),
         ("policy/skipped_steps", (0, 1, 1, 0), (0, 1, 1, 1), "huge"),
         ("policy/grad_norm", (1.0, 1e6, 1e6, 1e6), (1.0, math.nan, math.inf, None), "huge"),
         (

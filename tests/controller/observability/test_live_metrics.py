@@ -25,7 +25,9 @@ class Told:
 
     def of(self, name: str) -> list[tuple[tuple[str, ...], float]]:
         """(labels, value) of one metric."""
-        return [(labels, value) for found, labels, value in self.everything if found == name]
+        return [
+            (labels, value) for found, labels, value in self.everything if found == name
+        ]
 
     def on(self, name: str) -> set[tuple[str, ...]]:
         """Labels of the series whose last value is 1."""
@@ -46,7 +48,10 @@ def test_one_phase_is_on_at_a_time_the_innermost_also_after_an_error() -> None:
 def test_every_engine_is_in_one_state_from_its_start_to_its_restart() -> None:
     told = Told()
     fleet = Fleet(2, RestartBudget(1), told.live.engine_state)
-    assert told.on("engine/state/{replica}/{state}") == {("0", "starting"), ("1", "starting")}
+    assert told.on("engine/state/{replica}/{state}") == {
+        ("0", "starting"),
+        ("1", "starting"),
+    }
     for change in (
         lambda: fleet.mark_started(0),
         lambda: fleet.new_version(1),
@@ -69,16 +74,28 @@ def test_queues_are_told_when_they_change() -> None:
     told.live.queues(3, [4, 3])
     told.live.queues(0, [4, 3])
     assert told.of("rollout/requests_waiting") == [((), 3), ((), 0)]
-    assert told.of("engine/requests_in_flight/{replica}") == [(("0",), 4), (("1",), 4), (("1",), 3)]
+    assert told.of("engine/requests_in_flight/{replica}") == [
+        (("0",), 4),
+        (("1",), 4),
+        (("1",), 3),
+    ]
 
 
 def test_every_sample_counts_and_rewards_may_be_of_any_size() -> None:
     told = Told()
-    columns = {"response_tokens": [7, 9, 8], "seconds": [1.0, 2.0, 3.0], "reward": [-1.0, 0.0, 3.0]}
-    told.live.samples(RemoteBatch({name: np.array(values) for name, values in columns.items()}, {}))
+    columns = {
+        "response_tokens": [7, 9, 8],
+        "seconds": [1.0, 2.0, 3.0],
+        "reward": [-1.0, 0.0, 3.0],
+    }
+    told.live.samples(
+        RemoteBatch({name: np.array(values) for name, values in columns.items()}, {})
+    )
     assert [value for _, value in told.of("sample/response_tokens")] == [7, 9, 8]
     quantiles = {labels[0]: value for labels, value in told.of("sample/reward/{quantile}")}
-    assert quantiles == pytest.approx({"0": -1.0, "0.1": -0.8, "0.5": 0.0, "0.9": 2.4, "1": 3.0})
+    assert quantiles == pytest.approx(
+        {"0": -1.0, "0.1": -0.8, "0.5": 0.0, "0.9": 2.4, "1": 3.0}
+    )
 
 
 def micro_step(name: str, seconds: float, tokens: int) -> MicroStepTime:
@@ -105,7 +122,13 @@ def test_a_rank_is_predicted_its_share_of_what_its_roles_pass_took() -> None:
 
 def test_micro_steps_without_work_are_no_measurement() -> None:
     told = Told()
-    told.live.micro_steps({"policy dp=1 cp=0": [micro_step("update", 0.2, 0)]}, CostModel(1.0, 0.0))
+    told.live.micro_steps(
+        {"policy dp=1 cp=0": [micro_step("update", 0.2, 0)]}, CostModel(1.0, 0.0)
+    )
     assert told.of("micro_step/{role}/{rank}/{phase}_s") == []
-    told.live.micro_steps({"policy dp=1 cp=0": [micro_step("update", 0.2, 5)]}, CostModel(1.0, 0.0))
-    assert told.of("micro_step/{role}/{rank}/{phase}_s") == [(("policy", "dp=1 cp=0", "update"), 0.2)]
+    told.live.micro_steps(
+        {"policy dp=1 cp=0": [micro_step("update", 0.2, 5)]}, CostModel(1.0, 0.0)
+    )
+    assert told.of("micro_step/{role}/{rank}/{phase}_s") == [
+        (("policy", "dp=1 cp=0", "update"), 0.2)
+    ]

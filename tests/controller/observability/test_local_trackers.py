@@ -12,7 +12,10 @@ from controller.preflight.tracker_checks import check_trackers
 from tests.refusals import refused
 
 SETTINGS = {"run.name": "first", "policy.optimizer.learning_rate": 1e-6}
-ROWS = [{"prompt": "1+1=", "reward": 1.0}, {"prompt": "<b>", "reward": math.nan, "record": "level: 1"}]
+ROWS = [
+    {"prompt": "1+1=", "reward": 1.0},
+    {"prompt": "<b>", "reward": math.nan, "record": "level: 1"},
+]
 
 
 @pytest.fixture
@@ -73,7 +76,9 @@ def test_swanlab_without_a_key_is_refused_and_offline_needs_none(
     monkeypatch.setenv("HOME", str(tmp_path))
     for variable in ("SWANLAB_MODE", "SWANLAB_API_KEY", "SWANLAB_SAVE_DIR", "SWANLAB_ROOT"):
         monkeypatch.delenv(variable, raising=False)
-    config = load(None, ["model.path=model", "data.train=train.jsonl", "tracking.swanlab=true"])
+    config = load(
+        None, ["model.path=model", "data.train=train.jsonl", "tracking.swanlab=true"]
+    )
     with refused("tracking.swanlab"):
         check_trackers(config)
     monkeypatch.setenv("SWANLAB_MODE", "offline")

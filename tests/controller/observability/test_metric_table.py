@@ -10,7 +10,15 @@ import pytest
 
 from controller.observability import metric_table
 from controller.observability.metric_page import page
-from controller.observability.metric_table import BUCKETS, LIVE, METRICS, SECTIONS, Kind, MetricSpec, spec_of
+from controller.observability.metric_table import (
+    BUCKETS,
+    LIVE,
+    METRICS,
+    SECTIONS,
+    Kind,
+    MetricSpec,
+    spec_of,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -47,7 +55,9 @@ def test_an_exact_name_precedes_a_family_and_a_family_gives_labels(
     assert spec_of(name) == (METRICS[declared], labels)
 
 
-@pytest.mark.parametrize("name", ["rewards/mean", "time/step", "balance/imbalance", "", "step"])
+@pytest.mark.parametrize(
+    "name", ["rewards/mean", "time/step", "balance/imbalance", "", "step"]
+)
 def test_an_undeclared_name_is_not_found(name: str) -> None:
     assert spec_of(name) is None
 
@@ -67,14 +77,18 @@ def test_prometheus_has_units_written_out(name: str, series: str) -> None:
     assert METRICS[name].series == series
 
 
-DASHBOARD = json.loads(Path(metric_table.__file__).with_name("grafana_dashboard.json").read_text())
+DASHBOARD = json.loads(
+    Path(metric_table.__file__).with_name("grafana_dashboard.json").read_text()
+)
 
 
 def drawn(query: str) -> MetricSpec:
     """The metric of a query of the dashboard. Raises where there is none."""
     (name,) = re.findall(r"\bray_\w+", query)
     (spec,) = [
-        spec for spec in METRICS.values() if name == spec.series + "_bucket" * (spec.kind is Kind.HISTOGRAM)
+        spec
+        for spec in METRICS.values()
+        if name == spec.series + "_bucket" * (spec.kind is Kind.HISTOGRAM)
     ]
     return spec
 
@@ -86,9 +100,14 @@ def test_every_query_of_the_dashboard_names_an_exported_metric_and_its_labels() 
         assert set(labels.split(", ")) == {"run", *spec.labels} | (
             {"le"} if spec.kind is Kind.HISTOGRAM else set()
         )
-        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == {"run", *spec.labels}
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == {
+            "run",
+            *spec.labels,
+        }
     (runs,) = [
-        variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"
+        variable["query"]
+        for variable in DASHBOARD["templating"]["list"]
+        if variable["type"] == "query"
     ]
     assert drawn(runs) is METRICS["reward/mean"]
 
@@ -96,7 +115,11 @@ def test_every_query_of_the_dashboard_names_an_exported_metric_and_its_labels() 
 def test_panels_lie_side_by_side_within_24_columns() -> None:
     cells = set()
     for place in (panel["gridPos"] for panel in DASHBOARD["panels"]):
-        found = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        found = {
+            (place["x"] + x, place["y"] + y)
+            for x in range(place["w"])
+            for y in range(place["h"])
+        }
         assert not cells & found and place["x"] + place["w"] <= 24
         cells |= found
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])

@@ -27,8 +27,16 @@ def test_a_cell_shows_each_line_of_a_run_once_and_a_result_in_one(tmp_path: Path
     run, result = executed(notebook_of(RUN, RESULT), tmp_path).cells
     assert {output.output_type for output in run.outputs} == {"stream"}
     lines = "".join(output.text for output in run.outputs).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["a line", "step 1/4", "printed by a reward"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "a line",
+        "step 1/4",
+        "printed by a reward",
+    ]
     kept = (tmp_path / "run" / "run.log").read_text().splitlines()[1:]
-    assert [line.split("  ")[0] for line in kept] == ["a line", "step 1/4", "printed by a reward"]
+    assert [line.split("  ")[0] for line in kept] == [
+        "a line",
+        "step 1/4",
+        "printed by a reward",
+    ]
     (shown,) = result.outputs
     assert shown.data == {"text/plain": "Result(folder='run', steps=4)"}

@@ -20,15 +20,25 @@ def scrape(run: str) -> Exported:
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(url, timeout=30) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
-    samples = [sample for family in families for sample in family.samples if sample.labels.get("run") == run]
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("run") == run
+    ]
     labels = ("part", "score", "le")
     return {
-        (s.name, next((s.labels[label] for label in labels if label in s.labels), "")): s.value
+        (
+            s.name,
+            next((s.labels[label] for label in labels if label in s.labels), ""),
+        ): s.value
         for s in samples
     }
 
 
-def scraped_until(run: str, name: tuple[str, str], value: float, seconds: float = 60) -> Exported:
+def scraped_until(
+    run: str, name: tuple[str, str], value: float, seconds: float = 60
+) -> Exported:
     deadline = time.monotonic() + seconds
     while (found := scrape(run)).get(name) != value and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -36,7 +46,10 @@ def scraped_until(run: str, name: tuple[str, str], value: float, seconds: float 
 
 
 def test_a_sum_grows_by_what_is_new_and_begins_again_with_all_of_it() -> None:
-    assert [growth(before, now) for before, now in ((0.0, 2.0), (2.0, 2.0), (2.0, 5.0), (5.0, 1.0))] == [
+    assert [
+        growth(before, now)
+        for before, now in ((0.0, 2.0), (2.0, 2.0), (2.0, 5.0), (5.0, 1.0))
+    ] == [
         2,
         0,
         3,
@@ -50,12 +63,26 @@ def test_a_step_is_on_the_metrics_port_under_the_declared_names(ray_session: Non
     for tokens in (9.0, 16.0, 17.0, float("nan")):
         metrics.export("sample/response_tokens", tokens)
     tracker.log(
-        1, {"reward/mean": 0.25, "reward/format": 0.5, "validation/pass@4": 0.75, "rollout/samples": 8.0}
+        1,
+        {
+            "reward/mean": 0.25,
+            "reward/format": 0.5,
+            "validation/pass@4": 0.75,
+            "rollout/samples": 8.0,
+        },
     )
     tracker.log(1, {"restarts/engines": 2.0})
-    RayTracker(RayMetrics("exported")).log(1, {"restarts/engines": 3.0})  # as of a run that recovers
+    RayTracker(RayMetrics("exported")).log(
+        1, {"restarts/engines": 3.0}
+    )  # as of a run that recovers
     tracker.log(
-        2, {"reward/mean": 0.5, "rollout/samples": 8.0, "rollout/samples_dropped": 0.0, "undeclared": 1.0}
+        2,
+        {
+            "reward/mean": 0.5,
+            "rollout/samples": 8.0,
+            "rollout/samples_dropped": 0.0,
+            "undeclared": 1.0,
+        },
     )
     found = scraped_until("exported", ("ray_ballast_rollout_samples_total", ""), 16.0)
     buckets = {
@@ -63,7 +90,12 @@ def test_a_step_is_on_the_metrics_port_under_the_declared_names(ray_session: Non
         for (name, le), value in found.items()
         if name == "ray_ballast_sample_response_tokens_bucket"
     }
-    assert (buckets["8.0"], buckets["16.0"], buckets["32.0"], buckets["+Inf"]) == (0, 2, 3, 3)
+    assert (buckets["8.0"], buckets["16.0"], buckets["32.0"], buckets["+Inf"]) == (
+        0,
+        2,
+        3,
+        3,
+    )
     found = {key: value for key, value in found.items() if "sample_response" not in key[0]}
     assert found == {
         ("ray_ballast_reward_mean", ""): 0.5,

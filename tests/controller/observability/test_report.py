@@ -29,11 +29,31 @@ from controller.observability.report import (
     write_report,
 )
 from controller.observability.run_folder import RunFolder, RunWriter
-from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
+from tests.browser import (
+    CONTRASTS,
+    DESKTOP,
+    TELEPHONE,
+    WIDER,
+    Browser,
+    browser,
+    needs_chromium,
+)
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
 
-SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]
-SECTIONS += ["Slowest samples", "Longest samples", "Held-out responses", "Sessions", "Configuration"]
+SECTIONS = [
+    "Reward and validation",
+    "Lengths",
+    "Balance and time",
+    "Who computes when",
+    "Policy",
+]
+SECTIONS += [
+    "Slowest samples",
+    "Longest samples",
+    "Held-out responses",
+    "Sessions",
+    "Configuration",
+]
 SMALLEST = """Math.min(...[...document.querySelectorAll('svg')].flatMap(svg => {
   const scale = svg.clientWidth / svg.viewBox.baseVal.width;
   return [...svg.querySelectorAll('text')].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
@@ -97,7 +117,9 @@ def test_what_a_model_wrote_is_text_and_nothing_else(run: Path, elements: Elemen
     cells = "\n".join(elements.texts["td"])
     for attack in ATTACKS:
         assert attack.replace("\u0000", "\ufffd") in cells.replace("\u0000", "\ufffd")
-    assert not {"script", "img", "iframe", "object", "embed", "link", "form"} & set(elements.tags)
+    assert not {"script", "img", "iframe", "object", "embed", "link", "form"} & set(
+        elements.tags
+    )
     assert elements.tags.count("h1") == 1
     assert not [name for name, _ in elements.attributes if name.startswith("on")]
     assert "default-src 'none'" in (run / "report.html").read_text()
@@ -108,7 +130,9 @@ def test_the_report_asks_for_nothing_from_a_network(elements: Elements) -> None:
     fetches.
     """
     references = [
-        value for name, value in elements.attributes if name in ("src", "href", "xlink:href", "action")
+        value
+        for name, value in elements.attributes
+        if name in ("src", "href", "xlink:href", "action")
     ]
     assert all(value.startswith("#") for value in references)
 
@@ -121,7 +145,14 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     text = (folder / "config.yaml").read_text().replace("train.jsonl", config.data.train)
     (folder / "config.yaml").write_text(text)
     with (folder / "samples.jsonl").open("a") as lines:
-        row = {"step": 1, "uid": "u", "sample": 0, "response_tokens": 10**6, "seconds": 1e6, "reward": 1.0}
+        row = {
+            "step": 1,
+            "uid": "u",
+            "sample": 0,
+            "response_tokens": 10**6,
+            "seconds": 1e6,
+            "reward": 1.0,
+        }
         lines.write(json.dumps(row | {"response": "I saw 0123456789abcdef-secret"}) + "\n")
     page = write_report(folder).read_text()
     assert "I saw [hidden]" in page
@@ -132,7 +163,9 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings(  # not those of objects that other tests left to be collected
     "error", "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-def test_a_run_that_ended_in_its_first_step_has_a_report_without_a_warning(tmp_path: Path) -> None:
+def test_a_run_that_ended_in_its_first_step_has_a_report_without_a_warning(
+    tmp_path: Path,
+) -> None:
     """Its lengths are there and its times are not, so that the chart of phases has nothing to name."""
     write_run(tmp_path / "begun", steps=1)
     metrics = tmp_path / "begun" / "metrics.jsonl"
@@ -145,7 +178,9 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     folder = tmp_path / "short"
     write_run(folder, steps=1, ranks=1)
     shutil.rmtree(folder / "validation")
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     kept = (
         {name: value for name, value in row.items() if "validation" not in name}
         for row in metrics
@@ -169,7 +204,9 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["answer", "solution", "ground_truth", "label"])
-def test_samples_by_reward_stand_in_for_a_validation_with_expected_answers(name: str, tmp_path: Path) -> None:
+def test_samples_by_reward_stand_in_for_a_validation_with_expected_answers(
+    name: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "plain"
     write_run(folder, steps=2)
     shutil.rmtree(folder / "validation")
@@ -178,8 +215,14 @@ def test_samples_by_reward_stand_in_for_a_validation_with_expected_answers(name:
     for number, row in enumerate(rows):
         row |= {"reward": float(number), "record": f"level: 3\n{name}: WANTED{number}"}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (table,) = [table for table in _tables(RunFolder(folder)) if table.title == "Samples by reward"]
-    last = [number for number, row in enumerate(rows) if row["step"] == max(row["step"] for row in rows)]
+    (table,) = [
+        table for table in _tables(RunFolder(folder)) if table.title == "Samples by reward"
+    ]
+    last = [
+        number
+        for number, row in enumerate(rows)
+        if row["step"] == max(row["step"] for row in rows)
+    ]
     assert [row["expected"] for row in table.rows] == [f"WANTED{number}" for number in last]
     assert list(table.columns) == ["prompt", "response", "expected", "reward"]
 
@@ -204,18 +247,35 @@ def test_no_order_takes_less_than_the_time_in_which_nobody_waits_where_prompts_a
     assert given > planned >= 1.0
 
 
-def test_the_last_update_is_drawn_and_explained_with_what_the_run_planned_with(tmp_path: Path) -> None:
+def test_the_last_update_is_drawn_and_explained_with_what_the_run_planned_with(
+    tmp_path: Path,
+) -> None:
     lengths = np.random.default_rng(0).integers(8, 400, 48)
-    how = {"ranks": 4, "max_tokens": 1600, "max_sequences": 5, "length_multiple": 4, "algorithm": "verl"}
-    plan = plan_batch(lengths, mini_batches=[range(20), range(20, 48)], cost_model=CostModel(3.0, 0.5), **how)
+    how = {
+        "ranks": 4,
+        "max_tokens": 1600,
+        "max_sequences": 5,
+        "length_multiple": 4,
+        "algorithm": "verl",
+    }
+    plan = plan_batch(
+        lengths,
+        mini_batches=[range(20), range(20, 48)],
+        cost_model=CostModel(3.0, 0.5),
+        **how,
+    )
     with RunWriter(tmp_path, "", []) as writer:
         writer.lengths(7, plan_record(plan), lengths=lengths)
     (section,) = who_computes_when(RunFolder(tmp_path))
     assert section.note == f"Update of step 7. {explain(plan)}"
-    assert times_of(section)[1] == pytest.approx(1 + plan_statistics(plan)["imbalance/micro_steps"], abs=1e-3)
+    assert times_of(section)[1] == pytest.approx(
+        1 + plan_statistics(plan)["imbalance/micro_steps"], abs=1e-3
+    )
 
 
-@pytest.mark.parametrize(("files", "message"), [((), "config"), (("config.yaml",), "holds no step")])
+@pytest.mark.parametrize(
+    ("files", "message"), [((), "config"), (("config.yaml",), "holds no step")]
+)
 def test_a_folder_without_a_run_is_refused_in_one_line(
     files: tuple, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,7 +294,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @needs_chromium
-def test_a_browser_shows_the_report_as_it_was_written(run: Path, reader: Browser, tmp_path: Path) -> None:
+def test_a_browser_shows_the_report_as_it_was_written(
+    run: Path, reader: Browser, tmp_path: Path
+) -> None:
     """The title is ours, no script has run, all sections are there, and the picture is not empty."""
     reader.open((run / "report.html").as_uri(), width=1250)
     found = Elements(reader.value("document.documentElement.outerHTML"))
@@ -273,16 +335,24 @@ def test_the_report_is_readable_at_a_desk_and_on_a_telephone(
 def test_a_run_that_does_not_learn_says_so_at_the_top_of_its_report(tmp_path: Path) -> None:
     folder = tmp_path / "stuck"
     write_run(folder, steps=3)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     stuck = [line | {"rollout/groups_without_signal": 1.0} for line in lines]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in stuck))
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in stuck)
+    )
     page = write_report(folder).read_text()
     assert page.index("all rewards were equal in 100% of the groups") < page.index("<h2>")
 
 
 def test_no_two_lines_of_a_panel_share_a_colour(tmp_path: Path) -> None:
     row: dict[str, float] = {"step": 1, "reward/mean": 1.0}
-    row |= {f"{kind}/part_{number}": 1.0 for kind in ("reward", "validation") for number in range(9)}
+    row |= {
+        f"{kind}/part_{number}": 1.0
+        for kind in ("reward", "validation")
+        for number in range(9)
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
     panels = learning(RunFolder(tmp_path))
     assert len(panels) == 2
@@ -293,20 +363,34 @@ def test_no_two_lines_of_a_panel_share_a_colour(tmp_path: Path) -> None:
         assert len(colours) == len(set(colours)) > 5
 
 
-def test_the_age_of_samples_is_drawn_if_some_are_older_than_the_weights(tmp_path: Path) -> None:
+def test_the_age_of_samples_is_drawn_if_some_are_older_than_the_weights(
+    tmp_path: Path,
+) -> None:
     for oldest, panels in ((0.0, 2), (2.0, 3)):
-        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollout/staleness_max": oldest}))
+        (tmp_path / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "rollout/staleness_max": oldest})
+        )
         assert len(policy(RunFolder(tmp_path))) == panels
 
 
-@pytest.mark.parametrize("module", ["controller.observability.report", "balancing.analysis.gantt"])
-def test_drawing_says_nothing_about_a_home_that_cannot_be_written(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "module", ["controller.observability.report", "balancing.analysis.gantt"]
+)
+def test_drawing_says_nothing_about_a_home_that_cannot_be_written(
+    module: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     names = {
-        name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")
     }
     ended = subprocess.run(
-        [sys.executable, "-c", f"import {module}, matplotlib; print(matplotlib.get_configdir())"],
+        [
+            sys.executable,
+            "-c",
+            f"import {module}, matplotlib; print(matplotlib.get_configdir())",
+        ],
         env=names | {"HOME": str(tmp_path / "file")},
         capture_output=True,
         text=True,

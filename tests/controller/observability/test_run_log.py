@@ -43,7 +43,10 @@ def test_the_log_has_console_actors_and_what_ended_the_run_and_the_terminal_no_l
     with console.aside():
         print("seen without a log")
     told = capsys.readouterr()
-    assert told.out == "step 1\nof the driver, very-secret-1\n10 %\r100 %\nseen without a log\n"
+    assert (
+        told.out
+        == "step 1\nof the driver, very-secret-1\n10 %\r100 %\nseen without a log\n"
+    )
     assert told.err == "a warning\n"
     assert lines(tmp_path) == [
         "step 1",
@@ -61,7 +64,11 @@ def test_a_run_that_goes_on_adds_to_its_log(tmp_path: Path) -> None:
     for step in (1, 2):
         with run_log(tmp_path, console := Console()):
             console.log(f"step {step}")
-    heads = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("=== ")]
+    heads = [
+        line
+        for line in (tmp_path / "run.log").read_text().splitlines()
+        if line.startswith("=== ")
+    ]
     assert len(heads) == 2
     assert lines(tmp_path)[0] == "step 1" and lines(tmp_path)[-1] == "step 2"
 

@@ -79,7 +79,13 @@ def test_skipped_optimiser_steps_have_a_line_a_step(recording: Recording) -> Non
     for step, skipped in ((1, 2.0), (2, 0.0)):
         with record.step(step, 2):
             pass
-        record.add({"policy/skipped_steps": skipped, "critic/skipped_steps": 0.0, "policy/loss": 0.5})
+        record.add(
+            {
+                "policy/skipped_steps": skipped,
+                "critic/skipped_steps": 0.0,
+                "policy/loss": 0.5,
+            }
+        )
         record.end_step(step, 2)
     (row,) = RunFolder(recording.folder).failures
     assert (row["step"], row["count"]) == (1, 2)

@@ -14,7 +14,11 @@ from tests.controller.observability.recorded_sessions import CHAIN, FORKED, node
 from workers.agents.session import Session
 from workers.engine.requests import Response
 
-EPISODE = {"prompt": "add", "turns": [{"policy": "4"}, {"environment": "no"}, {"policy": "5"}], "reward": 1.0}
+EPISODE = {
+    "prompt": "add",
+    "turns": [{"policy": "4"}, {"environment": "no"}, {"policy": "5"}],
+    "reward": 1.0,
+}
 
 
 def row(nodes: list, **facts) -> dict:
@@ -52,7 +56,10 @@ def test_a_path_is_drawn_as_a_list_and_branches_behind_it() -> None:
     }
     assert "replayed" in turns["turn 1"].facts and "retried 2x" in turns["turn 3"].facts
     assert "dropped" in turns["turn 2"].facts and "advantage" not in turns["turn 2"].facts
-    assert "reward 0.500" in turns["turn 5"].facts and "advantage -0.500" in turns["turn 5"].facts
+    assert (
+        "reward 0.500" in turns["turn 5"].facts
+        and "advantage -0.500" in turns["turn 5"].facts
+    )
     assert [(entry.text, [under.text for under in entry.under]) for entry in found[6:]] == [
         ("after turn 1", ["go", "abandoned"]),
         ("from the start", ["in short", "compacted"]),
@@ -63,10 +70,15 @@ def played(session: Session, *messages: str) -> None:
     """An answer of two tokens to a chat of a user's and the policy's messages in turn."""
     roles = ["user" if place % 2 == 0 else "assistant" for place in range(len(messages))]
     asked = session.find(
-        [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
+        [
+            {"role": role, "content": text}
+            for role, text in zip(roles, messages, strict=True)
+        ]
     )
     begun = session.ids(asked.parent) if asked.parent else np.empty(0, np.int32)
-    ids = np.append(begun, [len(text) for text in messages[asked.covered :]]).astype(np.int32)
+    ids = np.append(begun, [len(text) for text in messages[asked.covered :]]).astype(
+        np.int32
+    )
     if session.claim_recorded(asked, ids) is None:
         response = Response(np.int32([7, 8]), np.float32([-1.0, -0.5]), np.int32([3, 3]))
         with session.sampling() as number:
@@ -89,14 +101,23 @@ def test_what_a_session_tells_is_drawn_and_counted() -> None:
     played(again, "one", "to one", "three")
     told = json.loads(json.dumps(again.describe_turns()))
     found = entries(row(told))
-    assert [entry.text for entry in found] == ["one", "to one", "three", "to three", "after turn 1"]
-    assert [("replayed" in entry.facts, "dropped" in entry.facts) for entry in found[1::2]] == [
-        (True, False)
-    ] * 2
+    assert [entry.text for entry in found] == [
+        "one",
+        "to one",
+        "three",
+        "to three",
+        "after turn 1",
+    ]
+    assert [
+        ("replayed" in entry.facts, "dropped" in entry.facts) for entry in found[1::2]
+    ] == [(True, False)] * 2
     assert "dropped" in found[4].under[1].facts
     counted = session_metrics([told], np.ones(1))
     assert (counted["session/dropped_turns"], counted["session/branches"]) == (1, 2)
-    assert (counted["session/sampled_tokens"], counted["session/replayed_share"]) == (6, 2 / 3)
+    assert (counted["session/sampled_tokens"], counted["session/replayed_share"]) == (
+        6,
+        2 / 3,
+    )
 
 
 def test_messages_are_texts_with_reasoning_and_calls() -> None:
@@ -111,15 +132,19 @@ def test_messages_are_texts_with_reasoning_and_calls() -> None:
         "seven",
     ]
     assert "version 3-4" in entries(row(CHAIN))[4].facts
-    assert headline(row(CHAIN)) == "turns 3, branches 1, tokens 30, reward 1.000, seconds 4.2"
+    assert (
+        headline(row(CHAIN)) == "turns 3, branches 1, tokens 30, reward 1.000, seconds 4.2"
+    )
 
 
 def test_advantages_of_turns_stand_with_them() -> None:
     found = entries(row(FORKED, advantage=0.0, advantages=[1.0, 2.0, 3.0, 4.0]))
     facts = {entry.who: entry.facts for entry in found if entry.who.startswith("turn")}
-    assert ["+1.000" in facts["turn 1"], "+2.000" in facts["turn 3"], "+3.000" in facts["turn 5"]] == [
-        True
-    ] * 3
+    assert [
+        "+1.000" in facts["turn 1"],
+        "+2.000" in facts["turn 3"],
+        "+3.000" in facts["turn 5"],
+    ] == [True] * 3
 
 
 def test_an_episode_and_a_response_are_trees_of_one_path() -> None:
@@ -127,12 +152,20 @@ def test_an_episode_and_a_response_are_trees_of_one_path() -> None:
         Entry("prompt", "add"), Entry("policy", "4"), Entry("environment", "no"), Entry("policy", "5")
     ]  # fmt: skip
     assert headline(EPISODE) == "turns 2, reward 1.000"
-    assert entries({"prompt": "add", "response": "4"}) == [Entry("prompt", "add"), Entry("policy", "4")]
+    assert entries({"prompt": "add", "response": "4"}) == [
+        Entry("prompt", "add"),
+        Entry("policy", "4"),
+    ]
 
 
 @pytest.mark.parametrize(
     "found",
-    [row(CHAIN), row([node(0, None, "x" * 200)]), row(FORKED, failure="agent: it died " * 20), EPISODE],
+    [
+        row(CHAIN),
+        row([node(0, None, "x" * 200)]),
+        row(FORKED, failure="agent: it died " * 20),
+        EPISODE,
+    ],
 )
 def test_a_tree_fits_80_columns_without_escapes(found: dict) -> None:
     lines = text_of(found).splitlines()
@@ -141,10 +174,15 @@ def test_a_tree_fits_80_columns_without_escapes(found: dict) -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_neither_control_characters_nor_secrets_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_control_characters_nor_secrets_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "0123456789abcdef")
     said = "\x1b[2Jgone\x07 \u202eback 0123456789abcdef\nnext"
-    assert entries(row([node(0, None, said)]))[0].text == "\ufffd[2Jgone\ufffd \ufffdback [hidden]\nnext"
+    assert (
+        entries(row([node(0, None, said)]))[0].text
+        == "\ufffd[2Jgone\ufffd \ufffdback [hidden]\nnext"
+    )
 
 
 def test_a_long_chain_and_long_texts_stay_short() -> None:
@@ -155,7 +193,8 @@ def test_a_long_chain_and_long_texts_stay_short() -> None:
     recorded = as_recorded(chain, 20_000)
     assert (
         sum(
-            len(each["said"].partition(" ...")[0]) + len(each["messages"][0]["content"].partition(" ...")[0])
+            len(each["said"].partition(" ...")[0])
+            + len(each["messages"][0]["content"].partition(" ...")[0])
             for each in recorded
         )
         <= 20_000
@@ -174,6 +213,7 @@ def test_sessions_are_counted() -> None:
         "session/branches": 2.0,
         "session/dropped_turns": 0.5,
         "session/sampled_tokens": 40.0,
-        "session/agent_s": (4.0 - 1.5 + 6.0 - 2.25) / 2,  # two requests of the second ran at once for 0.25 s
+        "session/agent_s": (4.0 - 1.5 + 6.0 - 2.25)
+        / 2,  # two requests of the second ran at once for 0.25 s
     }
     assert session_metrics([(), ()], np.zeros(2)) == {}

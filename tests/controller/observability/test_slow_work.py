@@ -27,11 +27,21 @@ def test_what_is_quick_says_nothing() -> None:
     said: list[str] = []
     with log_if_slow(said.append, "loading x", delay=NEVER):
         pass
-    assert list(count_if_slow(iter("abc"), "x", said.append, delay=NEVER)) == ["a", "b", "c"]
+    assert list(count_if_slow(iter("abc"), "x", said.append, delay=NEVER)) == [
+        "a",
+        "b",
+        "c",
+    ]
     assert said == []
 
 
 def test_items_are_counted_as_they_come() -> None:
     said: list[str] = []
-    assert list(count_if_slow("ab", "prompts", said.append, total=2, delay=0.0, every=0.0)) == ["a", "b"]
-    assert said == ["prompts: 1 of 2 after 0 s", "prompts: 2 of 2 after 0 s", "prompts: 2 in 0 s"]
+    assert list(
+        count_if_slow("ab", "prompts", said.append, total=2, delay=0.0, every=0.0)
+    ) == ["a", "b"]
+    assert said == [
+        "prompts: 1 of 2 after 0 s",
+        "prompts: 2 of 2 after 0 s",
+        "prompts: 2 in 0 s",
+    ]

@@ -25,7 +25,9 @@ def test_shares_of_waiting_are_of_the_whole_step() -> None:
 
 
 def test_throughput_is_of_the_step_the_wait_for_samples_and_the_update() -> None:
-    generated = RemoteBatch({"length": np.array([10, 20]), "response_tokens": np.array([4, 8])}, {})
+    generated = RemoteBatch(
+        {"length": np.array([10, 20]), "response_tokens": np.array([4, 8])}, {}
+    )
     trained = generated.select(np.array([1]))
     rates = throughput(generated, trained, {"step": 10.0, "rollout": 4.0, "update": 5.0})
     assert rates["throughput/tokens_per_s"] == pytest.approx(3.0)

@@ -22,7 +22,9 @@ START = 1_700_000_000.0
 
 
 def sample(replica: int, start: float, seconds: float, tokens: int = 10) -> SampleResult:
-    return SampleResult("0", 0, 5, tokens, "stop", 0, replica=replica, start=START + start, seconds=seconds)
+    return SampleResult(
+        "0", 0, 5, tokens, "stop", 0, replica=replica, start=START + start, seconds=seconds
+    )
 
 
 def recorder() -> TimelineRecorder:
@@ -31,7 +33,13 @@ def recorder() -> TimelineRecorder:
     """
     recorder = TimelineRecorder()
     recorder.samples(
-        [sample(0, 0.0, 0.2), sample(0, 0.1, 0.2), sample(1, 0.0, 0.1), sample(-1, 0.0, 0.0)], {}
+        [
+            sample(0, 0.0, 0.2),
+            sample(0, 0.1, 0.2),
+            sample(1, 0.0, 0.1),
+            sample(-1, 0.0, 0.0),
+        ],
+        {},
     )
     measured = {
         "policy dp=0": [(1.0, 0.2, 10, 60), (1.2, 0.4, 20, 240)],
@@ -48,7 +56,9 @@ def recorder() -> TimelineRecorder:
 
 def trace(*records: dict) -> dict:
     return {
-        "traceEvents": trace_events([{"step": step} | record for step, record in enumerate(records, start=1)])
+        "traceEvents": trace_events(
+            [{"step": step} | record for step, record in enumerate(records, start=1)]
+        )
     }
 
 
@@ -58,9 +68,14 @@ def test_a_trace_has_a_track_for_the_driver_each_engine_and_each_rank() -> None:
     found.phase("step", 0.0, 3.0)
     made = trace(found.take())
     check(made)
-    processes = [e["args"]["name"] for e in made["traceEvents"] if e["name"] == "process_name"]
+    processes = [
+        e["args"]["name"] for e in made["traceEvents"] if e["name"] == "process_name"
+    ]
     assert processes == ["driver", "policy dp=0", "policy dp=1", "rollout 0", "rollout 1"]
-    assert {event["name"] for event in slices_of(made, "driver", "phases")} == {"step", "rollout"}
+    assert {event["name"] for event in slices_of(made, "driver", "phases")} == {
+        "step",
+        "rollout",
+    }
 
 
 def test_an_engine_shows_when_it_generated_how_many_at_a_time_and_its_weights() -> None:
@@ -70,11 +85,17 @@ def test_an_engine_shows_when_it_generated_how_many_at_a_time_and_its_weights() 
     assert generated["args"] == {"step": 1, "samples": 2, "tokens": 20}
     (loaded,) = slices_of(made, "rollout 0", "weights")
     assert (loaded["dur"], loaded["args"]["version"]) == (50_000, 3)
-    counters = [e for e in made["traceEvents"] if e["ph"] == "C" and e["pid"] == loaded["pid"]]
-    assert [event["args"]["samples"] for event in sorted(counters, key=lambda e: e["ts"])] == [1, 2, 1, 0]
+    counters = [
+        e for e in made["traceEvents"] if e["ph"] == "C" and e["pid"] == loaded["pid"]
+    ]
+    assert [
+        event["args"]["samples"] for event in sorted(counters, key=lambda e: e["ts"])
+    ] == [1, 2, 1, 0]
 
 
-def test_planned_widths_are_in_proportion_to_the_cost_model_and_last_as_long_as_measured() -> None:
+def test_planned_widths_are_in_proportion_to_the_cost_model_and_last_as_long_as_measured() -> (
+    None
+):
     """The slowest ranks took 0.2 s and 0.4 s; twice the tokens are planned to take twice the time."""
     made = trace(recorder().take())
     for rank in ("policy dp=0", "policy dp=1"):
@@ -92,7 +113,12 @@ def test_planned_slices_of_passes_do_not_overlap() -> None:
     for rank, scale in (("policy dp=0", 1.0), ("policy dp=1", 0.1)):
         times = [
             MicroStepTime(name, START + start * scale, 0.4 * scale, 10, 60)
-            for name, start in (("log_probs", 0.0), ("update", 0.5), ("log_probs", 1.0), ("update", 1.5))
+            for name, start in (
+                ("log_probs", 0.0),
+                ("update", 0.5),
+                ("log_probs", 1.0),
+                ("update", 1.5),
+            )
         ]
         found.micro_steps({rank: times}, CostModel(1.0, 0.0))
     made = trace(found.take())
@@ -106,14 +132,19 @@ def test_planned_slices_of_passes_do_not_overlap() -> None:
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(
-        st.lists(st.tuples(st.floats(1e-6, 0.2), st.integers(0, 5_000)), min_size=1, max_size=6), max_size=4
+        st.lists(
+            st.tuples(st.floats(1e-6, 0.2), st.integers(0, 5_000)), min_size=1, max_size=6
+        ),
+        max_size=4,
     ),
     st.lists(st.tuples(st.integers(0, 2), st.floats(0, 10), st.floats(0, 5)), max_size=12),
 )
 def test_slices_of_a_track_never_cross(ranks: list, generated: list) -> None:
     """Whatever was measured, also by ranks that differ in their number of micro-steps."""
     found = TimelineRecorder()
-    found.samples([sample(replica, start, seconds) for replica, start, seconds in generated], {})
+    found.samples(
+        [sample(replica, start, seconds) for replica, start, seconds in generated], {}
+    )
     times = {}
     for number, steps in enumerate(ranks):
         begin, rows = START, []
@@ -128,21 +159,30 @@ def test_slices_of_a_track_never_cross(ranks: list, generated: list) -> None:
     assert sum(name.startswith("update") for name in names) == 2 * sum(map(len, ranks))
 
 
-def test_the_command_writes_the_steps_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_steps_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunWriter(tmp_path, "", []) as writer:
         for step in range(4):
             writer.timeline(step, recorder().take())
-    assert main([str(tmp_path), "--steps", "1-2", "--output", str(tmp_path / "part.json")]) == 0
+    assert (
+        main([str(tmp_path), "--steps", "1-2", "--output", str(tmp_path / "part.json")])
+        == 0
+    )
     assert "part.json" in capsys.readouterr().out
     part = json.loads((tmp_path / "part.json").read_text())
     check(part)
-    assert {event["args"]["step"] for event in slices_of(part, "rollout 0", "generate")} == {1, 2}
+    assert {
+        event["args"]["step"] for event in slices_of(part, "rollout 0", "generate")
+    } == {1, 2}
     assert main([str(tmp_path), "--output", str(tmp_path / "part.json")]) == 2
     assert "part.json: the file exists" in capsys.readouterr().err
     assert main([str(tmp_path), "--output", ""]) == 2
     assert "--output: is a variable of the shell not set?" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 0
-    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > len(part["traceEvents"])
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > len(
+        part["traceEvents"]
+    )
 
 
 @pytest.mark.parametrize(

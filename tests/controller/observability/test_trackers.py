@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from controller.observability.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
+from controller.observability.trackers import (
+    MlflowTracker,
+    TensorBoardTracker,
+    WandbTracker,
+)
 from tests.refusals import refused
 
 if TYPE_CHECKING:
@@ -40,10 +44,14 @@ def history(run: str, name: str) -> list[tuple[int, float]]:
     return [(entry.step, entry.value) for entry in client().get_metric_history(run, name)]
 
 
-def test_mlflow_gets_every_metric_of_every_step_and_how_the_run_ended(mlflow_folder: Path) -> None:
+def test_mlflow_gets_every_metric_of_every_step_and_how_the_run_ended(
+    mlflow_folder: Path,
+) -> None:
     tracker = MlflowTracker("addition", "first", SETTINGS, print)
     tracker.log(1, {"policy/loss": 0.5, "validation/pass@8": 0.25})
-    tracker.log(2, {"policy/loss": math.nan} | {f"reward/{i}": float(i) for i in range(1500)})
+    tracker.log(
+        2, {"policy/loss": math.nan} | {f"reward/{i}": float(i) for i in range(1500)}
+    )
     tracker.close(succeeded=True)
     run = client().get_run(tracker.id)
     assert run.info.status == "FINISHED"
@@ -74,7 +82,9 @@ def test_mlflow_has_samples_as_a_table_of_each_step(mlflow_folder: Path) -> None
     }
 
 
-def test_tensorboard_has_them_as_text_whose_html_is_shown_and_not_read(tmp_path: Path) -> None:
+def test_tensorboard_has_them_as_text_whose_html_is_shown_and_not_read(
+    tmp_path: Path,
+) -> None:
     tracker = TensorBoardTracker(tmp_path)
     tracker.table("samples", 7, ROWS)
     tracker.close(succeeded=True)
@@ -87,7 +97,9 @@ def test_tensorboard_has_them_as_text_whose_html_is_shown_and_not_read(tmp_path:
     assert second == r"| &lt;b&gt;\|2+2=<br> | nan |  | level: 1 |"
 
 
-def test_a_resumed_run_continues_in_mlflow_and_metrics_wait_for_the_server(mlflow_folder: Path) -> None:
+def test_a_resumed_run_continues_in_mlflow_and_metrics_wait_for_the_server(
+    mlflow_folder: Path,
+) -> None:
     said: list[str] = []
     first = MlflowTracker("addition", "first", SETTINGS, said.append)
     first.close(succeeded=False)
@@ -129,8 +141,13 @@ def wandb_records(path: Path) -> Iterator["Record"]:
 
 
 def wandb_history(path: Path) -> list[dict[str, object]]:
-    items = [record.history.item for record in wandb_records(path) if record.HasField("history")]
-    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row} for row in items]
+    items = [
+        record.history.item for record in wandb_records(path) if record.HasField("history")
+    ]
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row}
+        for row in items
+    ]
 
 
 def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(
@@ -157,9 +174,18 @@ def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(
         (2, 0.25, 1),
     ]
     (table,) = (tmp_path / "first").rglob("media/table/samples_*.table.json")
-    assert json.loads(table.read_text())["columns"] == ["prompt", "reward", "turns", "record"]
-    assert [record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")] == [1]
+    assert json.loads(table.read_text())["columns"] == [
+        "prompt",
+        "reward",
+        "turns",
+        "record",
+    ]
+    assert [
+        record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")
+    ] == [1]
     (file,) = (tmp_path / "second").glob(f"wandb/offline-run-*-{first.id}/run-*.wandb")
     assert [row["_step"] for row in wandb_history(file)] == [3]
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    written = [
+        path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()
+    ]
     assert not any(b"5ec12e7" in path.read_bytes() for path in written)

@@ -51,7 +51,10 @@ def test_a_resumed_run_goes_on_in_its_trackers_and_one_under_a_new_name_does_not
     config.run.resume = "auto"
     saved = json.loads(json.dumps(Progress(step=1, trackers=first).to_json()))
     assert record(config, Progress(**saved), 2) == first
-    lines = [json.loads(line) for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines == [{"step": 1, "policy/loss": 1.0}, {"step": 2, "policy/loss": 2.0}]
     config.run.name, config.run.resume = "other", str(tmp_path / "tracked")
     assert not set(record(config, Progress(**saved), 2).values()) & set(first.values())
@@ -99,7 +102,9 @@ def test_a_tracker_that_fails_costs_a_line_and_not_the_run(
         assert "is broken. It misses metrics of step 1" in first
         # Ray's metrics have neither tables nor an end.
         expected = 2 if service == "Ray's metrics" else 5
-        assert others == [f"{service}: {expected} records failed. The run's folder has them"]
+        assert others == [
+            f"{service}: {expected} records failed. The run's folder has them"
+        ]
     for library in libraries[1:]:
         for end in ("close", "finish"):
             if hasattr(library, end):

@@ -17,7 +17,12 @@ KINDS = {
         "cat": {"type": "string"},
         "args": {"type": "object"},
     },
-    "C": {**SHARED, "tid": NUMBER, "ts": NUMBER, "args": {"additionalProperties": {"type": "number"}}},
+    "C": {
+        **SHARED,
+        "tid": NUMBER,
+        "ts": NUMBER,
+        "args": {"additionalProperties": {"type": "number"}},
+    },
     "M": {
         **SHARED,
         "tid": NUMBER,
@@ -52,11 +57,17 @@ def check(trace: dict) -> None:
     """
     jsonschema.validate(trace, SCHEMA)
     events = trace["traceEvents"]
-    named = {(e["pid"], e.get("tid")) for e in events if e["ph"] == "M" and e["name"] != "process_sort_index"}
+    named = {
+        (e["pid"], e.get("tid"))
+        for e in events
+        if e["ph"] == "M" and e["name"] != "process_sort_index"
+    }
     tracks = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event["name"]))
+            tracks[event["pid"], event["tid"]].append(
+                (event["ts"], -event["dur"], event["name"])
+            )
     for track, slices in tracks.items():
         assert track in named
         assert (track[0], None) in named
@@ -65,14 +76,20 @@ def check(trace: dict) -> None:
             while open_until and open_until[-1] <= start:
                 open_until.pop()
             end = start - minus_duration
-            assert not open_until or end <= open_until[-1], f"{name} at {start} outlasts what it began in"
+            assert not open_until or end <= open_until[-1], (
+                f"{name} at {start} outlasts what it began in"
+            )
             open_until.append(end)
 
 
 def slices_of(trace: dict, process: str, thread: str) -> list[dict]:
     """The slices of one named track, in order."""
     events = trace["traceEvents"]
-    (pid,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == process]
+    (pid,) = [
+        e["pid"]
+        for e in events
+        if e["name"] == "process_name" and e["args"]["name"] == process
+    ]
     titles = [e for e in events if e["name"] == "thread_name" and e["pid"] == pid]
     (tid,) = [e["tid"] for e in titles if e["args"]["name"] == thread]
     found = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)]

@@ -14,19 +14,25 @@ from tests.workers.model.ranks import end_process_groups
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Outcome]]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Outcome]]:
     """`run_offline`, in a working directory of its own."""
     monkeypatch.chdir(tmp_path)
     write_offline_workspace(tmp_path)
     LocalRay({}).install(monkeypatch)
-    monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: LocalReservation([[]]))
+    monkeypatch.setattr(
+        "controller.actors.launch.reserve", lambda pool, timeout_s: LocalReservation([[]])
+    )
     monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     start = torch.distributed.init_process_group  # policy and reference are of one process
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
-        lambda *given, **named: torch.distributed.is_initialized() or start(*given, **named),
+        lambda *given, **named: (
+            torch.distributed.is_initialized() or start(*given, **named)
+        ),
     )
     yield run_offline
     end_process_groups()

@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 
 from controller.config import load_as
-from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.offline import (
+    OfflineConfig,
+    PreferencesConfig,
+    RewardTrainingConfig,
+    SftConfig,
+)
 from controller.offline.offline_training import read_inputs, training
 from controller.offline.steps import STEPS
 from controller.preflight.offline_checks import check_offline
@@ -45,7 +50,9 @@ def write_offline_workspace(folder: Path) -> None:
 
 def run_offline(name: str, run: str, *overrides: str) -> Outcome:
     """One run in the working directory, from its configuration to its outcome, written to `runs/RUN`."""
-    config = load_as(SCHEMAS[name], None, [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides])
+    config = load_as(
+        SCHEMAS[name], None, [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides]
+    )
     check_offline(config)
     with training(config, read_inputs(config), Listening()) as started:
         return train(started, STEPS[SCHEMAS[name]])
@@ -53,4 +60,7 @@ def run_offline(name: str, run: str, *overrides: str) -> Outcome:
 
 def recorded(run: str) -> list[dict[str, float]]:
     """The metrics of every step of `runs/RUN`."""
-    return [json.loads(line) for line in (Path("runs") / run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path("runs") / run / "metrics.jsonl").read_text().splitlines()
+    ]

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from controller.config import load_as
-from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.offline import (
+    OfflineConfig,
+    PreferencesConfig,
+    RewardTrainingConfig,
+    SftConfig,
+)
 from controller.offline.datasets import SequenceDataset
 from controller.offline.offline_training import _examples_of, _read_examples
 from tests.refusals import refused
@@ -46,9 +51,12 @@ def _dataset(
     schema: type[OfflineConfig], folder: Path, renderer: Renderer, *records: dict[str, Any]
 ) -> SequenceDataset:
     path = str(folder / "train.jsonl")
-    config: Any = load_as(schema, None, ["model.path=model", f"data.train={path}", "resources.device=cpu"])
+    config: Any = load_as(
+        schema, None, ["model.path=model", f"data.train={path}", "resources.device=cpu"]
+    )
     examples = [
-        _examples_of(config, record, path, f"record {n}") for n, record in enumerate(records, start=1)
+        _examples_of(config, record, path, f"record {n}")
+        for n, record in enumerate(records, start=1)
     ]
     return SequenceDataset(examples, renderer, config.data, name=path, shuffle=False)
 
@@ -69,7 +77,9 @@ def test_images_that_the_model_would_not_see_are_named(
     schema: type[OfflineConfig], folder: Path, vision_model: Callable[[str], Path]
 ) -> None:
     path, model = folder / "train.jsonl", vision_model("qwen2_5_vl")
-    config = load_as(schema, None, [f"model.path={model}", f"data.train={path}", "resources.device=cpu"])
+    config = load_as(
+        schema, None, [f"model.path={model}", f"data.train={path}", "resources.device=cpu"]
+    )
     record = SCHEMAS[schema] | {"image": "a.png"}
     path.write_text(json.dumps(record))
     with refused("data.image_key to 'image'", DataError):
@@ -79,10 +89,17 @@ def test_images_that_the_model_would_not_see_are_named(
     assert any("data.image_key" in line and "'image'" in line for line in warnings)
 
 
-def test_conversations_and_responses_with_images(folder: Path, renderer: Renderer, ray_session: None) -> None:
+def test_conversations_and_responses_with_images(
+    folder: Path, renderer: Renderer, ray_session: None
+) -> None:
     records = [
         {"messages": [*ASKED, *_said("two")], "images": ["a.png"]},
-        {"messages": [{"role": "user", "content": [PART | {"image": "a.png"}, TEXT]}, *_said("two")]},
+        {
+            "messages": [
+                {"role": "user", "content": [PART | {"image": "a.png"}, TEXT]},
+                *_said("two"),
+            ]
+        },
         {"prompt": ASKED, "response": "two", "images": ["a.png"]},
         {
             "prompt": [{"role": "user", "content": "<image>How many?"}],
@@ -99,8 +116,12 @@ def test_conversations_and_responses_with_images(folder: Path, renderer: Rendere
         span = slice(placed.first, placed.first + placed.tokens)
         assert set(row["input_ids"][span].tolist()) == {renderer.placeholders.id}  # type: ignore[union-attr]
         assert not row["loss_mask"][span].any()
-        assert digest_of(read_image(placed.image.data, "an image")) == digest_of(pictures()[0])
-        learned, expected = (each["input_ids"][each["loss_mask"]].tolist() for each in (row, plain))
+        assert digest_of(read_image(placed.image.data, "an image")) == digest_of(
+            pictures()[0]
+        )
+        learned, expected = (
+            each["input_ids"][each["loss_mask"]].tolist() for each in (row, plain)
+        )
         assert learned == expected
     assert batch.objects[IMAGES][-1] == ()
 
@@ -113,7 +134,10 @@ def test_pairs_share_as_far_as_their_images_are_equal(
         return [system, {"role": "user", "content": [PART | {"image": name}, TEXT]}]
 
     shared = {"prompt": ASKED, "chosen": "two", "rejected": "ten", "images": ["a.png"]}
-    other = {"chosen": [*asked("a.png"), *_said("two")], "rejected": [*asked("x.png"), *_said("two")]}
+    other = {
+        "chosen": [*asked("a.png"), *_said("two")],
+        "rejected": [*asked("x.png"), *_said("two")],
+    }
     pictures()[0].rotate(180).save(folder / "x.png")
     found = _dataset(PreferencesConfig, folder, renderer, shared, other).first(0)
     same, differs = found["prompt_tokens"].tolist()[::2]
@@ -124,7 +148,10 @@ def test_pairs_share_as_far_as_their_images_are_equal(
 
 
 def test_a_bad_image_costs_its_record(folder: Path, renderer: Renderer) -> None:
-    bad, good = ({"prompt": ASKED, "response": "two", "images": [name]} for name in ("gone.png", "a.png"))
+    bad, good = (
+        {"prompt": ASKED, "response": "two", "images": [name]}
+        for name in ("gone.png", "a.png")
+    )
     found = _dataset(SftConfig, folder, renderer, bad, good)
     assert len(found) == 1 and "record 1" in found.warnings[0]
     with refused("gone.png", DataError):

@@ -18,7 +18,9 @@ LOG_PROBS, REFERENCE = np.random.default_rng(0).normal(-8, 3, (2, 6))
 def by_the_papers(settings: PreferenceLossConfig, log_probs: Tensor) -> Tensor:
     """Mean over the three pairs, of log-probs [6]."""
     beta, e = settings.beta, settings.label_smoothing
-    ratio = log_probs if settings.name == "simpo" else log_probs - torch.from_numpy(REFERENCE)
+    ratio = (
+        log_probs if settings.name == "simpo" else log_probs - torch.from_numpy(REFERENCE)
+    )
     if settings.name == "simpo" or settings.log_probs == "mean":
         ratio = ratio / torch.from_numpy(TOKENS)
     h = ratio[[0, 2, 4]] - ratio[[1, 3, 5]]
@@ -47,19 +49,25 @@ def test_loss_and_gradient_are_those_of_the_papers(settings: PreferenceLossConfi
     reference = None if settings.name == "simpo" else REFERENCE
     found = pair_loss(settings, LOG_PROBS, reference, TOKENS)
     assert found.loss == pytest.approx(expected.item(), rel=1e-12)
-    np.testing.assert_allclose(found.coefficients, log_probs.grad.numpy(), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(
+        found.coefficients, log_probs.grad.numpy(), rtol=1e-12, atol=1e-15
+    )
 
 
 def test_rewards_are_beta_times_the_log_ratio() -> None:
     chosen_first = np.array([-1.0, -4.0]), np.array([-2.0, -3.0])
-    metrics = pair_loss(PreferenceLossConfig(beta=0.5), *chosen_first, np.array([1, 1])).metrics
+    metrics = pair_loss(
+        PreferenceLossConfig(beta=0.5), *chosen_first, np.array([1, 1])
+    ).metrics
     assert metrics == pytest.approx(
         {"accuracy": 1, "margin": 1, "chosen_reward": 0.5, "rejected_reward": -0.5}
     )
 
 
 def test_a_hopeless_pair_overflows_nothing() -> None:
-    found = pair_loss(PreferenceLossConfig(beta=1.0), np.array([-9e4, 0.0]), np.zeros(2), np.array([1, 1]))
+    found = pair_loss(
+        PreferenceLossConfig(beta=1.0), np.array([-9e4, 0.0]), np.zeros(2), np.array([1, 1])
+    )
     assert found.loss == pytest.approx(9e4)
     assert found.coefficients.tolist() == [-1.0, 1.0]
     assert math.isfinite(found.metrics["margin"])

@@ -42,13 +42,20 @@ def write(file: str, records: list[dict[str, Any]]) -> None:
 
 def scores_of(texts: list[str]) -> torch.Tensor:
     model = AutoModelForSequenceClassification.from_pretrained("runs/run/model")
-    batch = AutoTokenizer.from_pretrained("runs/run/model")([f"{text}<eos>" for text in texts], padding=True)
+    batch = AutoTokenizer.from_pretrained("runs/run/model")(
+        [f"{text}<eos>" for text in texts], padding=True
+    )
     with torch.no_grad():
-        return model(torch.tensor(batch["input_ids"]), torch.tensor(batch["attention_mask"])).logits[:, 0]
+        return model(
+            torch.tensor(batch["input_ids"]), torch.tensor(batch["attention_mask"])
+        ).logits[:, 0]
 
 
 def test_pairs_are_ranked_by_a_model_that_transformers_reads(run: Run) -> None:
-    pairs = [{"prompt": f"{n}+1=", "chosen": f"{n % 5}1", "rejected": f"{n % 5}2"} for n in range(24)]
+    pairs = [
+        {"prompt": f"{n}+1=", "chosen": f"{n % 5}1", "rejected": f"{n % 5}2"}
+        for n in range(24)
+    ]
     write("pairs.jsonl", pairs[:20])
     write("held_out.jsonl", pairs[20:])
     settings = (
@@ -62,27 +69,41 @@ def test_pairs_are_ranked_by_a_model_that_transformers_reads(run: Run) -> None:
     assert losses[-1] < 0.8 * losses[0]
     assert outcome.after["accuracy"] == 1
     assert [
-        name for step in recorded("run") for name in step if name != "step" and spec_of(name) is None
+        name
+        for step in recorded("run")
+        for name in step
+        if name != "step" and spec_of(name) is None
     ] == []
     sides = ("chosen", "rejected")
-    chosen, rejected = (scores_of([pair["prompt"] + pair[side] for pair in pairs[20:]]) for side in sides)
-    assert outcome.after["chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5), PADDED_BATCH
-    assert outcome.after["margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    chosen, rejected = (
+        scores_of([pair["prompt"] + pair[side] for pair in pairs[20:]]) for side in sides
+    )
+    assert outcome.after["chosen_reward"] == pytest.approx(
+        chosen.mean().item(), abs=1e-5
+    ), PADDED_BATCH
+    assert outcome.after["margin"] == pytest.approx(
+        (chosen - rejected).mean().item(), abs=1e-5
+    )
     assert "reward model by bradley_terry" in write_report(Path("runs/run")).read_text()
 
 
 def test_a_margin_raises_the_loss_of_its_pair(run: Run) -> None:
-    records = [json.loads(line) | {"margin": 3} for line in Path("pairs.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) | {"margin": 3}
+        for line in Path("pairs.jsonl").read_text().splitlines()
+    ]
     write("pairs.jsonl", records)
-    assert run("reward_model", "run", "run.steps=1").steps[0]["policy/loss"] == pytest.approx(
-        np.log1p(np.exp(3))
-    )
+    assert run("reward_model", "run", "run.steps=1").steps[0][
+        "policy/loss"
+    ] == pytest.approx(np.log1p(np.exp(3)))
 
 
 def test_the_plan_computes_a_pairs_prompt_once(run: Run) -> None:
     shared, apart = (
         run("reward_model", f"run-{number}", "run.steps=2", *settings).steps
-        for number, settings in enumerate((["model.min_shared_tokens=1"], ["model.share_prefixes=never"]))
+        for number, settings in enumerate(
+            (["model.min_shared_tokens=1"], ["model.share_prefixes=never"])
+        )
     )
     assert shared[0]["balance/shared_tokens"] > 0.1
     assert [step["policy/loss"] for step in shared] == pytest.approx(
@@ -90,28 +111,36 @@ def test_the_plan_computes_a_pairs_prompt_once(run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize(("loss", "metric"), [("regression", "absolute_error"), ("process", "accuracy")])
+@pytest.mark.parametrize(
+    ("loss", "metric"), [("regression", "absolute_error"), ("process", "accuracy")]
+)
 def test_scores_and_labels_of_steps_are_learned(run: Run, loss: str, metric: str) -> None:
     write("pairs.jsonl", LABELLED)
     settings = "data.validation=pairs.jsonl", "batch.records_per_step=20"
     outcome = run("reward_model", "run", f"loss.name={loss}", "run.steps=8", *settings)
-    assert outcome.before["loss"] == pytest.approx({"regression": 2.0, "process": np.log(2)}[loss], abs=1e-6)
+    assert outcome.before["loss"] == pytest.approx(
+        {"regression": 2.0, "process": np.log(2)}[loss], abs=1e-6
+    )
     assert outcome.after["loss"] < 0.8 * outcome.before["loss"]
     assert outcome.steps[-1][f"policy/{metric}"] != outcome.before[metric]
     assert [
-        name for step in recorded("run") for name in step if name != "step" and spec_of(name) is None
+        name
+        for step in recorded("run")
+        for name in step
+        if name != "step" and spec_of(name) is None
     ] == []
     if loss == "regression":
-        errors = scores_of([f"{each['prompt']}{each['response']}" for each in LABELLED]) - torch.tensor(
-            [each["score"] for each in LABELLED]
-        )
-        assert outcome.after["loss"] == pytest.approx(errors.square().mean().item(), abs=1e-5), PADDED_BATCH
+        errors = scores_of(
+            [f"{each['prompt']}{each['response']}" for each in LABELLED]
+        ) - torch.tensor([each["score"] for each in LABELLED])
+        assert outcome.after["loss"] == pytest.approx(
+            errors.square().mean().item(), abs=1e-5
+        ), PADDED_BATCH
 
 
 CHARACTERS = tokenizer(data.CHARACTERS + " ")
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{{ eos_token }} {% endfor %}"  # white space behind the end token
-)
+# white space behind the end token
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }} {% endfor %}"
 
 
 def row_of(record: dict[str, Any], loss: str, **settings: str) -> Row:
@@ -124,11 +153,19 @@ def row_of(record: dict[str, Any], loss: str, **settings: str) -> Row:
 def marked(row: Row) -> list[str]:
     """The text up to each marked token, with its label if it has one."""
     labels = row.get("label", np.zeros(len(row["input_ids"])))
-    texts = [CHARACTERS.decode(row["input_ids"][: place + 1]) for place in np.flatnonzero(row["loss_mask"])]
-    return [f"{text} {label:g}" for text, label in zip(texts, labels[row["loss_mask"]], strict=True)]
+    texts = [
+        CHARACTERS.decode(row["input_ids"][: place + 1])
+        for place in np.flatnonzero(row["loss_mask"])
+    ]
+    return [
+        f"{text} {label:g}"
+        for text, label in zip(texts, labels[row["loss_mask"]], strict=True)
+    ]
 
 
-@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "chat"])
+@pytest.mark.parametrize(
+    "prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "chat"]
+)
 def test_a_score_is_read_at_the_end_token_and_at_each_steps_last(prompt: Any) -> None:
     begin = "1+1=" if isinstance(prompt, str) else "1+1=<eos> "
     record = {
@@ -156,6 +193,8 @@ def test_a_score_is_read_at_the_end_token_and_at_each_steps_last(prompt: Any) ->
         ("process", {"completions": "12"}),
     ],
 )
-def test_a_record_without_finite_labels_is_refused(loss: str, change: dict[str, Any]) -> None:
+def test_a_record_without_finite_labels_is_refused(
+    loss: str, change: dict[str, Any]
+) -> None:
     with pytest.raises(DataError):
         reward_examples(LABELLED[0] | change, RewardDataConfig(), loss, "x")

@@ -19,7 +19,10 @@ PLANS = {
     "one micro-batch": ["policy.max_tokens_per_micro_batch=4096"],
     "small caps": ["policy.max_tokens_per_micro_batch=96"],
     "padded": ["model.layout=padded"],
-    "in the given order": ["balance.algorithm=none", "policy.max_sequences_per_micro_batch=2"],
+    "in the given order": [
+        "balance.algorithm=none",
+        "policy.max_sequences_per_micro_batch=2",
+    ],
 }
 
 
@@ -31,7 +34,9 @@ def test_curves_do_not_depend_on_the_plan(run: Run, command: str) -> None:
         outcome = run(command, f"run-{number}", held_out, *plan)
         losses = [step["policy/loss"] for step in outcome.steps]
         curves.append([*losses, outcome.before["loss"], outcome.after["loss"]])
-    assert abs(curves[0][-1] - curves[0][-2]) > 1e-3, "the steps change what is to be compared"
+    assert abs(curves[0][-1] - curves[0][-2]) > 1e-3, (
+        "the steps change what is to be compared"
+    )
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], abs=1e-6)
 
@@ -42,7 +47,9 @@ def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(run: Run)
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert [step["step"] for step in steps if "validation/loss" in step] == [0, 2, 3]
     assert outcome.after["perplexity"] == pytest.approx(math.exp(outcome.after["loss"]))
-    assert [name for step in steps for name in step if name != "step" and spec_of(name) is None] == []
+    assert [
+        name for step in steps for name in step if name != "step" and spec_of(name) is None
+    ] == []
     assert (Path("runs") / "run" / "model" / "model.safetensors").is_file()
     assert files_beside(Path("runs/run/model")) == files_beside(Path("model"))
     page = write_report(Path("runs") / "run").read_text()
@@ -50,7 +57,9 @@ def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(run: Run)
     assert "supervised, 6 sequences a step" in page
 
 
-def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(run: Run) -> None:
+def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(
+    run: Run,
+) -> None:
     outcome = run("preferences", "run", "run.steps=8")
     first, last = outcome.steps[0], outcome.steps[-1]
     assert first["policy/loss"] == pytest.approx(math.log(2), abs=1e-6), (
@@ -64,12 +73,16 @@ def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(run: 
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo"])
 def test_the_other_losses_learn_too_with_and_without_reference(run: Run, loss: str) -> None:
-    steps = run("preferences", "run", f"loss.name={loss}", "run.steps=6", "batch.pairs_per_step=20").steps
+    steps = run(
+        "preferences", "run", f"loss.name={loss}", "run.steps=6", "batch.pairs_per_step=20"
+    ).steps
     assert steps[-1]["policy/loss"] < steps[0]["policy/loss"]
 
 
 def test_with_adapters_the_policy_is_its_own_reference(run: Run) -> None:
-    steps = run("preferences", "run", "model.lora.rank=2", "policy.optimizer.learning_rate=1e-2").steps
+    steps = run(
+        "preferences", "run", "model.lora.rank=2", "policy.optimizer.learning_rate=1e-2"
+    ).steps
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[-1]["policy/loss"] != pytest.approx(math.log(2), abs=1e-4)
 
@@ -79,14 +92,22 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_stopped(run: Run)
     whole = run("sft", "whole", "run.steps=4")
     run("sft", "parts", "run.steps=2", checkpoints)
     resumed = run("sft", "parts", "run.steps=4", checkpoints, "run.resume=auto")
-    assert [step["data/epoch"] for step in resumed.steps] == [step["data/epoch"] for step in whole.steps[2:]]
+    assert [step["data/epoch"] for step in resumed.steps] == [
+        step["data/epoch"] for step in whole.steps[2:]
+    ]
     losses = [step["policy/loss"] for step in whole.steps[2:]]
-    assert [step["policy/loss"] for step in resumed.steps] == pytest.approx(losses, abs=1e-6)
+    assert [step["policy/loss"] for step in resumed.steps] == pytest.approx(
+        losses, abs=1e-6
+    )
     assert [step["step"] for step in recorded("parts")] == [0, 1, 2, 3, 4]
 
 
-def test_epochs_pass_over_every_record_and_the_last_step_takes_what_is_left(run: Run) -> None:
-    steps = run("sft", "run", "run.steps=0", "run.epochs=2", "batch.sequences_per_step=12").steps
+def test_epochs_pass_over_every_record_and_the_last_step_takes_what_is_left(
+    run: Run,
+) -> None:
+    steps = run(
+        "sft", "run", "run.steps=0", "run.epochs=2", "batch.sequences_per_step=12"
+    ).steps
     assert [step["data/epoch"] for step in steps] == pytest.approx([0.6, 1.2, 1.8, 2.0])
 
 
@@ -94,12 +115,15 @@ def test_long_records_are_dropped_and_counted_or_refused(run: Run) -> None:
     steps = run("sft", "run", "data.max_tokens=24", "run.steps=1").steps
     assert 0 < steps[0]["data/dropped"] < 20
     with pytest.raises(
-        DataError, match=r"pairs.jsonl record \d+ has \d+ tokens. Raise data.max_tokens \(24\)"
+        DataError,
+        match=r"pairs.jsonl record \d+ has \d+ tokens. Raise data.max_tokens \(24\)",
     ):
         run("sft", "other", "data.max_tokens=24", "data.overlong_records=error")
 
 
-def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(run: Run) -> None:
+def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(
+    run: Run,
+) -> None:
     run("sft", "run", "run.steps=2", "run.checkpoint_every=2")
     resumed = ("run.resume=runs/run", "run.steps=3")
     others = {
@@ -113,7 +137,13 @@ def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(r
         with pytest.raises(ConfigError, match=words):
             run("sft", "other", *resumed, other)
     for said, epoch in (("restart", 0.3), ("keep_place", 0.9)):
-        outcome = run("sft", said, *resumed, "data.response_key=rejected", f"run.on_data_change={said}")
+        outcome = run(
+            "sft",
+            said,
+            *resumed,
+            "data.response_key=rejected",
+            f"run.on_data_change={said}",
+        )
         assert [step["data/epoch"] for step in outcome.steps] == pytest.approx([epoch])
 
 
@@ -131,4 +161,7 @@ def test_a_finished_run_is_left_as_it_is(
     Path("mine.yaml").write_text("run: {name: done, resume: auto}\n")
     settings = [*SETTINGS, *OF_COMMAND["sft"], "batch.sequences_per_step=12", *length]
     assert sft.main(["--config", "mine.yaml", *settings]) == 0
-    assert capsys.readouterr().out == f"runs/done has ended after step 4. Raise {setting} to continue it\n"
+    assert (
+        capsys.readouterr().out
+        == f"runs/done has ended after step 4. Raise {setting} to continue it\n"
+    )

@@ -52,11 +52,22 @@ def conversation(kind: str, *, marks: bool) -> list[dict[str, Any]]:
             answer = {"role": "tool", "tool_call_id": "call00001", "name": "add"}
             messages.append(answer | {"content": text(f"got say{number}")})
         else:
-            thoughts = {"reasoning_content": text(f"ask me{number}")} if "thought" in name else {}
+            thoughts = (
+                {"reasoning_content": text(f"ask me{number}")} if "thought" in name else {}
+            )
             function = {"name": "add", "arguments": {"a": text(f"got{number}")}}
-            calls = {"tool_calls": [{"type": "function", "id": "call00001", "function": function}]}
+            calls = {
+                "tool_calls": [
+                    {"type": "function", "id": "call00001", "function": function}
+                ]
+            }
             content = {"content": "" if "call" in name else text(f"say it,\nask{number}.")}
-            messages.append({"role": "assistant"} | content | thoughts | (calls if "call" in name else {}))
+            messages.append(
+                {"role": "assistant"}
+                | content
+                | thoughts
+                | (calls if "call" in name else {})
+            )
     return messages
 
 
@@ -97,7 +108,9 @@ class Oracle:
         learned, at, opening = np.zeros(len(whole), bool), 0, self.opening()
         for place, message in enumerate(self.messages):
             said = json.dumps(message).replace("\\n", "\n")
-            shown = [bound for bound in bounds[at:] if whole[slice(*bound)] in said][: said.count(OPEN)]
+            shown = [bound for bound in bounds[at:] if whole[slice(*bound)] in said][
+                : said.count(OPEN)
+            ]
             if message["role"] == "assistant":
                 previous = bounds[at - 1][1] if at else 0
                 start = previous + header_length(whole[previous : shown[0][0]], opening)
@@ -105,7 +118,9 @@ class Oracle:
                 rest = whole[shown[-1][1] :]
                 closing = common(alone[alone_bounds[-1][1] :], rest)
                 if not SPECIAL.search(closing) and (following := SPECIAL.search(rest)):
-                    closing = rest[: following.end()]  # its end depends on what follows, or begins that
+                    closing = rest[
+                        : following.end()
+                    ]  # its end depends on what follows, or begins that
                 learned[start : shown[-1][1] + len(closing)] = True
             at += len(shown)
         return whole, learned
@@ -140,7 +155,9 @@ def test_the_characters_of_turns_are_learned_and_no_other(name: str, kind: str) 
         return
     plain, marked = (conversation(kind, marks=marks) for marks in (False, True))
     if "+ tool['function']['arguments'] +" in TEMPLATES[name]:
-        plain, marked = (json.loads(json.dumps(each), object_hook=with_text) for each in (plain, marked))
+        plain, marked = (
+            json.loads(json.dumps(each), object_hook=with_text) for each in (plain, marked)
+        )
     reads_tools = has_calls and "tools" in variables_of(TEMPLATES[name]).read
     record = {"messages": plain} | ({"tools": TOOLS} if reads_tools else {})
     (example,) = with_options(

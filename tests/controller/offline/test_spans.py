@@ -4,8 +4,20 @@ from typing import Any
 
 import pytest
 
-from controller.offline.tokenized import example_row, preference_examples, scored_row, sft_examples
-from tests.controller.offline.test_stock_templates import TEMPLATES, renderer, runs, tool, turn, user
+from controller.offline.tokenized import (
+    example_row,
+    preference_examples,
+    scored_row,
+    sft_examples,
+)
+from tests.controller.offline.test_stock_templates import (
+    TEMPLATES,
+    renderer,
+    runs,
+    tool,
+    turn,
+    user,
+)
 
 SIMPLE = (
     "{% for m in messages %}{{ '\n\n' if not loop.first else '' }}{{ m.role.capitalize() + ': ' + "
@@ -18,7 +30,12 @@ INSTRUCTED = (
     "'<eos>' }}{% else %}{{ 'User: ' + m.content + '\n' }}{% endif %}{% endfor %}{% if "
     "add_generation_prompt %}{{ 'Reason first. Assistant: <think>' }}{% endif %}"
 )
-FORMS = {"simple": SIMPLE, "prompted": SIMPLE_PROMPTED, "thinking": THINKING, "instructed": INSTRUCTED}
+FORMS = {
+    "simple": SIMPLE,
+    "prompted": SIMPLE_PROMPTED,
+    "thinking": THINKING,
+    "instructed": INSTRUCTED,
+}
 FORMS |= {name: TEMPLATES[name] for name in ("qwen2_5", "qwen3", "llama3", "phi3")}
 KIMI = (  # as Kimi-K2-Thinking: thoughts up to the last message without calls are dropped
     "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not "
@@ -45,7 +62,9 @@ def learned(name: str, example: Any, train_on: str = "all") -> list[str]:
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", FORMS)
 def test_no_header_is_learned(name: str, kind: str) -> None:
-    (example,) = sft_examples({"messages": CONVERSATIONS[kind]}, ("messages", "prompt", "response"), "x")
+    (example,) = sft_examples(
+        {"messages": CONVERSATIONS[kind]}, ("messages", "prompt", "response"), "x"
+    )
     for train_on, words in (("all", ["say1", "say2"]), ("last", ["say2"])):
         texts = learned(name, example, train_on)
         assert not [header for header in HEADERS if header in "".join(texts)], texts
@@ -54,9 +73,15 @@ def test_no_header_is_learned(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_pairs_and_scored_responses_hold_no_header(name: str) -> None:
-    record = {"prompt": [user("ask1")], "chosen": [turn("say1")], "rejected": [turn("say2")]}
+    record = {
+        "prompt": [user("ask1")],
+        "chosen": [turn("say1")],
+        "rejected": [turn("say2")],
+    }
     for example, word in zip(
-        preference_examples(record, ("prompt", "chosen", "rejected"), "x"), ("say1", "say2"), strict=True
+        preference_examples(record, ("prompt", "chosen", "rejected"), "x"),
+        ("say1", "say2"),
+        strict=True,
     ):
         (text,) = learned(name, example)
         assert word in text
@@ -66,13 +91,17 @@ def test_pairs_and_scored_responses_hold_no_header(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gptoss", "kimi"])
 @pytest.mark.parametrize("train_on", ["all", "last"])
-def test_thoughts_that_go_once_the_answer_is_there_move_no_span(name: str, train_on: str) -> None:
+def test_thoughts_that_go_once_the_answer_is_there_move_no_span(
+    name: str, train_on: str
+) -> None:
     thought = "thinking" if name == "gptoss" else "reasoning_content"
     messages = [user("ask1"), turn(calls=(71,)), tool("got1", 1), turn("say1")]
     messages[1] |= {thought: "think1"}
     messages[3] |= {thought: "think2"}
     made = renderer({**TEMPLATES, "kimi": KIMI}[name])
-    (example,) = sft_examples({"messages": messages}, ("messages", "prompt", "response"), "x")
+    (example,) = sft_examples(
+        {"messages": messages}, ("messages", "prompt", "response"), "x"
+    )
     row = example_row(made, example, "x", train_on)
     text = "".join(runs(made, row["input_ids"], row["loss_mask"]))
     assert "got1" not in text

@@ -28,7 +28,9 @@ STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ig
 TEMPLATES = {path.stem: path.read_text() for path in sorted(STOCK.glob("*.jinja"))}
 MARKED = [name for name in TEMPLATES if name.endswith("_training")]
 UNMARKED = [name for name in TEMPLATES if name not in MARKED]
-SPECIAL = re.compile(r"<[|｜][^<>{}%]*?[|｜]?>|<eos>|</s>|<(?:start|end)_of_(?:turn|utterance)>|<turn\|>")
+SPECIAL = re.compile(
+    r"<[|｜][^<>{}%]*?[|｜]?>|<eos>|</s>|<(?:start|end)_of_(?:turn|utterance)>|<turn\|>"
+)
 TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
@@ -54,13 +56,37 @@ def user(text: str) -> dict[str, Any]:
 
 
 def tool(text: str, number: int) -> dict[str, Any]:
-    return {"role": "tool", "content": text, "tool_call_id": f"call0000{number}", "name": "add"}
+    return {
+        "role": "tool",
+        "content": text,
+        "tool_call_id": f"call0000{number}",
+        "name": "add",
+    }
 
 
 CONVERSATIONS = {
-    "plain": [user("ask1"), turn("say1"), user("ask2"), turn("say2"), user("ask3"), turn("say3")],
-    "thoughts": [user("ask1"), turn("say1", "think1"), user("ask2"), turn("say2", "think2")],
-    "calls": [user("ask1"), turn(calls=(71,)), tool("got1", 1), turn("say1"), user("ask2"), turn("say2")],
+    "plain": [
+        user("ask1"),
+        turn("say1"),
+        user("ask2"),
+        turn("say2"),
+        user("ask3"),
+        turn("say3"),
+    ],
+    "thoughts": [
+        user("ask1"),
+        turn("say1", "think1"),
+        user("ask2"),
+        turn("say2", "think2"),
+    ],
+    "calls": [
+        user("ask1"),
+        turn(calls=(71,)),
+        tool("got1", 1),
+        turn("say1"),
+        user("ask2"),
+        turn("say2"),
+    ],
     "both": [
         *(
             user("ask1"),
@@ -74,15 +100,43 @@ CONVERSATIONS = {
 }
 """Contents `ask` and `got` are others', `say`, `think` and the arguments 71 to 73 the assistant's."""
 TOOLS = [
-    {"type": "function", "function": {"name": "add", "description": "", "parameters": {"properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "", "parameters": {"properties": {}}},
+    }
 ]
 WITHOUT_TOOLS = {
-    *("cohere", "cohere2", "gemma", "gemma3", "llava_next"),  # the template refuses tools' answers
-    *("idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),  # or leaves out calls
+    *(
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma3",
+        "llava_next",
+    ),  # the template refuses tools' answers
+    *(
+        "idefics3",
+        "lfm2",
+        "llama3",
+        "phi3",
+        "phi3_5",
+        "qwen2_5_vl",
+        "smolvlm",
+    ),  # or leaves out calls
 }
-ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}  # gpt-oss shows the first call of a message alone
+ONE_CALL = {
+    "gptoss",
+    "llama3_1",
+    "llama3_2",
+}  # gpt-oss shows the first call of a message alone
 WORDS = re.compile(r"(?:ask|got|say|think)\d|7\d")
-GIVEN = {"", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<|start|>assistant", "<think>", "<think></think>"}
+GIVEN = {
+    "",
+    "<｜Assistant｜>",
+    "<｜tool▁outputs▁end｜>",
+    "<|start|>assistant",
+    "<think>",
+    "<think></think>",
+}
 """What marks hold and the policy is given: generation prompts, and thoughts that are dropped."""
 
 
@@ -101,7 +155,9 @@ def row(made: Renderer, kind: str, train_on: str = "all") -> Row:
     ):  # some ask for arguments as a text
         messages = json.loads(json.dumps(messages), object_hook=with_text)
     record = {"messages": messages} | (
-        {"tools": TOOLS} if tools and "tools" in variables_of(made.tokenizer.chat_template).read else {}
+        {"tools": TOOLS}
+        if tools and "tools" in variables_of(made.tokenizer.chat_template).read
+        else {}
     )
     (example,) = with_options(
         sft_examples(record, ("messages", "prompt", "response"), kind), record, {}, kind
@@ -110,7 +166,11 @@ def row(made: Renderer, kind: str, train_on: str = "all") -> Row:
 
 
 def with_text(found: dict[str, Any]) -> dict[str, Any]:
-    return found | {"arguments": json.dumps(found["arguments"])} if "arguments" in found else found
+    return (
+        found | {"arguments": json.dumps(found["arguments"])}
+        if "arguments" in found
+        else found
+    )
 
 
 def runs(made: Renderer, ids: Any, mask: Any) -> list[str]:
@@ -123,16 +183,22 @@ def runs(made: Renderer, ids: Any, mask: Any) -> list[str]:
 @pytest.mark.parametrize("name", UNMARKED)
 def test_the_assistants_words_are_learned_with_their_end(name: str, kind: str) -> None:
     made = renderer(TEMPLATES[name])
-    if (name in WITHOUT_TOOLS and kind in ("calls", "both")) or (name in ONE_CALL and kind == "both"):
+    if (name in WITHOUT_TOOLS and kind in ("calls", "both")) or (
+        name in ONE_CALL and kind == "both"
+    ):
         with pytest.raises(DataError):
             row(made, kind)
         return
     found, last = row(made, kind), row(made, kind, "last")
     whole = WORDS.findall(made.tokenizer.decode(found["input_ids"]))
     turns = runs(made, found["input_ids"], found["loss_mask"])
-    assert WORDS.findall("".join(turns)) == [word for word in whole if word[:3] not in ("ask", "got")]
+    assert WORDS.findall("".join(turns)) == [
+        word for word in whole if word[:3] not in ("ask", "got")
+    ]
     assert {"say1", "say2"} <= {*whole}
-    for text in turns[:-1] if name == "glm4moe" else turns:  # whose end is the next message's role
+    for text in (
+        turns[:-1] if name == "glm4moe" else turns
+    ):  # whose end is the next message's role
         assert text.rstrip().endswith(SPECIAL.findall(text)[-1])
     (text,) = runs(made, last["input_ids"], last["loss_mask"])
     assert turns[-1].endswith(text)
@@ -158,8 +224,15 @@ def test_marks_and_rendering_agree(name: str) -> None:
         ids, marks, mask = found["input_ids"], by_marks["loss_mask"], found["loss_mask"]
         assert np.array_equal(ids, by_marks["input_ids"])
         assert {"".join(text.split()) for text in runs(plain, ids, marks & ~mask)} <= GIVEN
-        more = {"<|tool_response>", "<|turn>model"} if name.startswith("diffusion_gemma") else set()
-        assert {"".join(text.split()) for text in runs(plain, ids, mask & ~marks)} <= {"", *more}
+        more = (
+            {"<|tool_response>", "<|turn>model"}
+            if name.startswith("diffusion_gemma")
+            else set()
+        )
+        assert {"".join(text.split()) for text in runs(plain, ids, mask & ~marks)} <= {
+            "",
+            *more,
+        }
         assert WORDS.findall("".join(runs(plain, ids, marks))) == WORDS.findall(
             "".join(runs(plain, ids, mask))
         )
@@ -169,21 +242,35 @@ def test_marks_and_rendering_agree(name: str) -> None:
 @pytest.mark.parametrize("command", ["sft", "preferences"])
 def test_a_configuration_chooses_the_turns(run: Any, command: str) -> None:
     """`run` has made the workspace. Thoughts that stock Qwen3 drops are not learned."""
-    made, config = renderer(TEMPLATES["qwen3"]).tokenizer, json.loads(Path("model/config.json").read_text())
+    made, config = (
+        renderer(TEMPLATES["qwen3"]).tokenizer,
+        json.loads(Path("model/config.json").read_text()),
+    )
     made.save_pretrained("model")
     Path("model/config.json").write_text(json.dumps(config | {"vocab_size": len(made)}))
     messages = CONVERSATIONS["both"]
-    pair = {"prompt": messages[:1], "chosen": messages[1:], "rejected": [*messages[1:-1], turn("say0")]}
+    pair = {
+        "prompt": messages[:1],
+        "chosen": messages[1:],
+        "rejected": [*messages[1:-1], turn("say0")],
+    }
     record = {"messages": messages} if command == "sft" else pair
     write_records(Path("chats.jsonl"), [record | {"tools": TOOLS}])
-    settings = [*SETTINGS, *OF_COMMAND[command], "data.train=chats.jsonl", "data.max_tokens=4096"]
+    settings = [
+        *SETTINGS,
+        *OF_COMMAND[command],
+        "data.train=chats.jsonl",
+        "data.max_tokens=4096",
+    ]
     found = {
         turns: read_inputs(
             load_as(SCHEMAS[command], None, [*settings, f"data.train_on={turns}"])
         ).train.first(0)
         for turns in ("all", "last")
     }
-    said = len(load_tokenizer("model")("<think>\nthink4\n</think>\n\nsay2<|im_end|>\n").input_ids)
+    said = len(
+        load_tokenizer("model")("<think>\nthink4\n</think>\n\nsay2<|im_end|>\n").input_ids
+    )
     assert found["last"]["response_tokens"].tolist() == (
         [said] if command == "sft" else [said, said - len("think4")]
     )
@@ -194,17 +281,34 @@ def test_a_configuration_chooses_the_turns(run: Any, command: str) -> None:
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "qwen3_training"])
 def test_a_turn_of_weight_zero_is_not_learned(name: str, mark: dict[str, Any]) -> None:
-    made, messages = renderer(TEMPLATES[name]), [dict(message) for message in CONVERSATIONS["plain"]]
+    made, messages = (
+        renderer(TEMPLATES[name]),
+        [dict(message) for message in CONVERSATIONS["plain"]],
+    )
     messages[3] |= mark
-    (example,) = sft_examples({"messages": json.dumps(messages)}, ("messages", "prompt", "response"), "x")
+    (example,) = sft_examples(
+        {"messages": json.dumps(messages)}, ("messages", "prompt", "response"), "x"
+    )
     found = example_row(made, example, "x")
-    assert WORDS.findall("".join(runs(made, found["input_ids"], found["loss_mask"]))) == ["say1", "say3"]
+    assert WORDS.findall("".join(runs(made, found["input_ids"], found["loss_mask"]))) == [
+        "say1",
+        "say3",
+    ]
 
 
-@pytest.mark.parametrize(("place", "mark"), [(1, {"weight": 0.5}), (1, {"train": "no"}), (0, {"weight": 1})])
-def test_a_weight_that_cannot_be_honoured_is_refused(place: int, mark: dict[str, Any]) -> None:
-    made, messages = renderer(TEMPLATES["qwen2_5"]), [dict(message) for message in CONVERSATIONS["plain"]]
+@pytest.mark.parametrize(
+    ("place", "mark"), [(1, {"weight": 0.5}), (1, {"train": "no"}), (0, {"weight": 1})]
+)
+def test_a_weight_that_cannot_be_honoured_is_refused(
+    place: int, mark: dict[str, Any]
+) -> None:
+    made, messages = (
+        renderer(TEMPLATES["qwen2_5"]),
+        [dict(message) for message in CONVERSATIONS["plain"]],
+    )
     messages[place] |= mark
-    (example,) = sft_examples({"messages": messages}, ("messages", "prompt", "response"), "x")
+    (example,) = sft_examples(
+        {"messages": messages}, ("messages", "prompt", "response"), "x"
+    )
     with pytest.raises(DataError, match=rf"message {place + 1}"):
         example_row(made, example, "x")

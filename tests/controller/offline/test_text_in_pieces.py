@@ -33,9 +33,13 @@ TEMPLATES = {"special tokens between turns": LLAMA_2, "text between turns": PLAI
 
 ANSWER = "{{ m.content.split('</think>')[-1] + eos_token"
 DROPPING = {
-    "behind a special token": "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWER + " }}"
+    "behind a special token": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    + ANSWER
+    + " }}"
     "{% else %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' + eos_token }}{% endif %}{% endfor %}",
-    "behind text": "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWER + " + '\n' }}"
+    "behind text": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    + ANSWER
+    + " + '\n' }}"
     "{% else %}{{ '## ' + m.content + '\n' }}{% endif %}{% endfor %}",
 }
 """Templates that drop the thoughts of earlier turns."""
@@ -55,10 +59,16 @@ class Played:
         ids = np.array(sampled, np.int32)
         zeros = np.zeros(len(ids))
         stopped = sampled[-1] != self.conversation._tokenizer.eos_token_id
-        turn = Response(ids, zeros.astype(np.float32), zeros.astype(np.int32), stop_string=stopped)
+        turn = Response(
+            ids, zeros.astype(np.float32), zeros.astype(np.int32), stop_string=stopped
+        )
         said = self.conversation.turn(ids, finished=True)
         following, branch = self.conversation.observe(turn, said, [observation])
-        self.ids = [*self.ids, *sampled, *following.ids.tolist()] if branch is None else branch.ids.tolist()
+        self.ids = (
+            [*self.ids, *sampled, *following.ids.tolist()]
+            if branch is None
+            else branch.ids.tolist()
+        )
         return branch is not None
 
 
@@ -68,8 +78,12 @@ def encoded(tokens: Any, text: str) -> list[int]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("prompt", ["one", "one:\n", "one</s>", "one </s>\n"])
-@pytest.mark.parametrize("response", ["2", "two", " two", "\ntwo", "  ", "é\n\n", "</s>two"])
-def test_a_response_has_the_ids_of_the_whole_text(scheme: str, prompt: str, response: str) -> None:
+@pytest.mark.parametrize(
+    "response", ["2", "two", " two", "\ntwo", "  ", "é\n\n", "</s>two"]
+)
+def test_a_response_has_the_ids_of_the_whole_text(
+    scheme: str, prompt: str, response: str
+) -> None:
     tokens = make_tokenizer(scheme)
     row = example_row(Renderer(tokens), Example(prompt, response), "record 1")
     assert row["input_ids"].tolist() == encoded(tokens, f"{prompt}{response}</s>")
@@ -89,7 +103,9 @@ def test_steps_end_at_their_own_last_tokens(scheme: str, prompt: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("begins", "ends"), [(True, False), (False, True), (True, True)])
-def test_special_tokens_stand_around_the_text_alone(scheme: str, begins: bool, ends: bool) -> None:
+def test_special_tokens_stand_around_the_text_alone(
+    scheme: str, begins: bool, ends: bool
+) -> None:
     tokens = make_tokenizer(scheme, begins=begins, ends=ends)
     row = example_row(Renderer(tokens), Example("one:", "two 2\n"), "record 1")
     text = f"{'<s>' if begins else ''}one:two 2\n</s>"
@@ -111,12 +127,16 @@ def test_turns_and_observations_have_the_ids_of_the_whole_conversation(
         messages = [*messages, {"role": "assistant", "content": "two"}]
         end = "</s>" if template is LLAMA_2 else ""
         said = f" two {end}" if template is LLAMA_2 else "two"
-        text = tokens.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        text = tokens.apply_chat_template(
+            messages[:-1], tokenize=False, add_generation_prompt=True
+        )
         sampled = encoded(tokens, text + said)[len(played.ids) :]
         observation = {"role": role, "content": f"two {number}"}
         assert not played.observe(sampled, observation)
         messages = [*messages, observation]
-        whole = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        whole = tokens.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         assert played.ids == encoded(tokens, whole)
         assert tokens.unk_token_id not in played.ids
 
@@ -131,7 +151,9 @@ def test_a_new_row_has_the_ids_of_the_rendered_text_and_of_what_was_sampled(
     messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
     played = Played(tokens, messages, rewrites=True)
     for number in range(3):
-        prompt = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokens.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         before = encoded(tokens, prompt)
         sampled = encoded(tokens, f"{prompt}<think>[ 2</think> two tt</s>")[len(before) :]
         sampled = spelled(tokens, sampled) if letters else sampled
@@ -141,15 +163,21 @@ def test_a_new_row_has_the_ids_of_the_rendered_text_and_of_what_was_sampled(
         answer = sampled[1 + sampled.index(encoded(tokens, "</think>")[0]) :]
         assert str(answer)[1:-1] in str(played.ids)
         assert played.conversation.cut_tokens == 0
-        whole = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        if scheme != "prepend":  # its ids behind a special token show a blank that the text lacks
+        whole = tokens.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        if (
+            scheme != "prepend"
+        ):  # its ids behind a special token show a blank that the text lacks
             assert tokens.decode(played.ids) == tokens.decode(encoded(tokens, whole))
 
 
 def spelled(tokens: Any, ids: list[int]) -> list[int]:
     """Write `two` in letters, as a policy may."""
     names = [
-        letter for name in tokens.convert_ids_to_tokens(ids) for letter in (name if "tw" in name else [name])
+        letter
+        for name in tokens.convert_ids_to_tokens(ids)
+        for letter in (name if "tw" in name else [name])
     ]
     return list(tokens.convert_tokens_to_ids(names))
 
@@ -167,16 +195,22 @@ def test_a_completion_behind_a_turn_has_the_ids_of_the_whole_text(scheme: str) -
     tokens = make_tokenizer(scheme)
     before = not_sampled(np.array(encoded(tokens, "one:two"), np.int32))
     session = Mock(
-        find_text=lambda prompt: SessionPrompt([], parent=Mock(), text=prompt.removeprefix("one:two"))
+        find_text=lambda prompt: SessionPrompt(
+            [], parent=Mock(), text=prompt.removeprefix("one:two")
+        )
     )
     session.whole = lambda parent: before
     reader = PromptRenderer(Renderer(tokens))
-    assert reader.read_text(session, "one:two\ntwo")[1].ids.tolist() == encoded(tokens, "one:two\ntwo")
+    assert reader.read_text(session, "one:two\ntwo")[1].ids.tolist() == encoded(
+        tokens, "one:two\ntwo"
+    )
 
 
 def test_a_tokenizer_that_joins_everything_is_refused_by_name() -> None:
     tokens = make_tokenizer("first")
-    tokens.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[.0a<\n]"), "t")])
+    tokens.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex("[.0a<\n]"), "t")]
+    )
     with pytest.raises(DataError, match=r"model\.path"):
         Renderer(tokens).ids_behind("wo", encoded(tokens, "one")[-1], "record 1")
 

@@ -31,14 +31,18 @@ def tokenizer(template: str | None = None) -> Renderer:
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(contents)
+    ]
 
 
 def learned(row: Row) -> str:
     """The learned tokens, with `_` for the others."""
     made = characters()
     pieces = [
-        made.decode([i]) if mask else "_" for i, mask in zip(row["input_ids"], row["loss_mask"], strict=True)
+        made.decode([i]) if mask else "_"
+        for i, mask in zip(row["input_ids"], row["loss_mask"], strict=True)
     ]
     assert row["input_ids"].dtype == np.int32
     return "".join(pieces)
@@ -51,20 +55,29 @@ def sft_row(made: Renderer, record: Record, where: str = "record 1") -> Row:
 
 def pair(made: Renderer, record: Record, where: str = "record 1") -> list[str]:
     return [
-        learned(example_row(made, example, where)) for example in preference_examples(record, PAIR, where)
+        learned(example_row(made, example, where))
+        for example in preference_examples(record, PAIR, where)
     ]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
-def test_every_assistant_turn_of_a_conversation_is_learned_and_nothing_else(template: str) -> None:
+def test_every_assistant_turn_of_a_conversation_is_learned_and_nothing_else(
+    template: str,
+) -> None:
     row = sft_row(tokenizer(template), {"messages": turns("1+1", "2", "2+2", "4")})
     assert learned(row) == "____2<eos>____4<eos>"
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
-@pytest.mark.parametrize("response", ["4", [{"role": "assistant", "content": "4"}]], ids=["text", "messages"])
-def test_of_a_prompt_with_turns_the_response_alone_is_learned(template: str, response: Any) -> None:
-    row = sft_row(tokenizer(template), {"prompt": turns("1+1", "2", "2+2"), "response": response})
+@pytest.mark.parametrize(
+    "response", ["4", [{"role": "assistant", "content": "4"}]], ids=["text", "messages"]
+)
+def test_of_a_prompt_with_turns_the_response_alone_is_learned(
+    template: str, response: Any
+) -> None:
+    row = sft_row(
+        tokenizer(template), {"prompt": turns("1+1", "2", "2+2"), "response": response}
+    )
     assert learned(row) == "__________4<eos>"
 
 
@@ -75,7 +88,9 @@ def test_a_text_response_is_learned_with_its_end() -> None:
         single="$A <eos>", special_tokens=[end]
     )
     for made, response in itertools.product((tokenizer(), adding), ("2", "2<eos>")):
-        assert learned(sft_row(made, {"prompt": "1+1=", "response": response})) == "____2<eos>"
+        assert (
+            learned(sft_row(made, {"prompt": "1+1=", "response": response})) == "____2<eos>"
+        )
 
 
 def test_a_record_is_a_conversation_where_it_has_one() -> None:
@@ -96,7 +111,9 @@ def test_a_template_that_is_missing_raises_or_rewrites_earlier_turns_is_refused_
     template: str | None,
 ) -> None:
     with refused("model.path", DataError):
-        sft_row(tokenizer(template), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5")
+        sft_row(
+            tokenizer(template), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5"
+        )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +146,10 @@ def test_pairs_share_their_prompt_given_or_common() -> None:
     for record in (
         {"chosen": "2", "rejected": "3"},
         {"prompt": "1+1=", "chosen": "2"},
-        {"chosen": turns("1+1", "2"), "rejected": turns("2+2", "3")},  # whose beginnings differ
+        {
+            "chosen": turns("1+1", "2"),
+            "rejected": turns("2+2", "3"),
+        },  # whose beginnings differ
     ):
         with refused("record 2", DataError):
             preference_examples(record, PAIR, "record 2")

@@ -26,7 +26,9 @@ from workers.errors import ConfigError
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))
-def test_mini_batches_hold_every_row_once_and_differ_by_at_most_one(rows: int, count: int, seed: int) -> None:
+def test_mini_batches_hold_every_row_once_and_differ_by_at_most_one(
+    rows: int, count: int, seed: int
+) -> None:
     drawn = draw_mini_batches(rows, count, seed, step=1)
     assert sorted(np.concatenate(drawn).tolist()) == list(range(rows))
     assert len(drawn) == min(rows, count)
@@ -54,8 +56,13 @@ def test_whole_groups_are_drawn_and_their_numbers_differ_by_at_most_one(
 
 
 def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
-    columns = {"group_number": np.array([1, 0, 1, 0, 1]), "response_tokens": np.array([1, 2, 3, 4, 5])}
-    batch = with_loss_counts(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
+    columns = {
+        "group_number": np.array([1, 0, 1, 0, 1]),
+        "response_tokens": np.array([1, 2, 3, 4, 5]),
+    }
+    batch = with_loss_counts(
+        RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])]
+    )
     assert batch["group_tokens"].tolist() == [1, 6, 8, 6, 8]
 
 
@@ -92,15 +99,25 @@ def test_a_plan_may_give_each_micro_step_its_own_degree(tmp_path) -> None:
     """Ranks then count one by one, with the cap of one."""
     config = load(write_workspace(tmp_path), [f"model.path={tmp_path}/model"])
     parallel = config.policy.parallel
-    parallel.context_parallel, config.policy.data_parallel, config.policy.max_tokens_per_micro_batch = (
+    (
+        parallel.context_parallel,
+        config.policy.data_parallel,
+        config.policy.max_tokens_per_micro_batch,
+    ) = (
         4,
         2,
         96,
     )
     fixed = plan_arguments(config, "policy.update")
-    assert (fixed["ranks"], fixed["max_tokens"], fixed["context_degrees"]) == (2, 4 * 96, None)
+    assert (fixed["ranks"], fixed["max_tokens"], fixed["context_degrees"]) == (
+        2,
+        4 * 96,
+        None,
+    )
     parallel.context_parallel_degree, parallel.context_parallel_method = "auto", "ring"
-    batch = RemoteBatch({"length": np.array([300, *[40] * 31]), "response_tokens": np.full(32, 5)}, {})
+    batch = RemoteBatch(
+        {"length": np.array([300, *[40] * 31]), "response_tokens": np.full(32, 5)}, {}
+    )
     for of in ("policy.update", "policy.log_probs"):
         plan = Planner(config, counted_costs(config)).forward_plan(batch, of)
         share = exchange_share(config.model_description(), ring=True)
@@ -111,16 +128,25 @@ def test_a_plan_may_give_each_micro_step_its_own_degree(tmp_path) -> None:
         assert min(degrees) == 1
 
 
-def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_without_backward() -> None:
+def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_without_backward() -> (
+    None
+):
     config = Config()
-    config.policy.max_tokens_per_micro_batch, config.policy.max_patches_per_micro_batch = 64, 80
-    images = object_column([(PlacedImage(Image(row, 20, 20, b""), 1, 10 + row),) for row in range(8)] + [()])
+    config.policy.max_tokens_per_micro_batch, config.policy.max_patches_per_micro_batch = (
+        64,
+        80,
+    )
+    images = object_column(
+        [(PlacedImage(Image(row, 20, 20, b""), 1, 10 + row),) for row in range(8)] + [()]
+    )
     columns = {"length": np.full(9, 32), "response_tokens": np.full(9, 5), "images": images}
     planner, batch = (
         Planner(config, CostModel(1.0, 0.0, "FLOP", 2.0, 0.1, patches=4.0)),
         RemoteBatch(columns, {}),
     )
-    update, forward = (planner.forward_plan(batch, of) for of in ("policy.update", "policy.log_probs"))
+    update, forward = (
+        planner.forward_plan(batch, of) for of in ("policy.update", "policy.log_probs")
+    )
     assert update.workloads.tolist() == pytest.approx(
         [*(32 + 2 * n + 0.1 * n * n for n in range(10, 18)), 32]
     )
@@ -130,7 +156,10 @@ def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_witho
     assert update.mini_batches[0].sums(update.computed_patches).max() <= 80
     assert (update.mini_batches[0].steps, forward.mini_batches[0].steps) == (8, 5)
     config.model.train_vision = True
-    assert planner.forward_plan(batch, "policy.log_probs").workloads.tolist() == update.workloads.tolist()
+    assert (
+        planner.forward_plan(batch, "policy.log_probs").workloads.tolist()
+        == update.workloads.tolist()
+    )
 
 
 @given(
@@ -152,7 +181,11 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     of: str,
 ) -> None:
     config = Config()
-    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = (
+    (
+        config.policy.data_parallel,
+        config.policy.max_tokens_per_micro_batch,
+        config.balance.algorithm,
+    ) = (
         4,
         64,
         algorithm,
@@ -160,13 +193,16 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     config.policy.min_micro_batches = config.policy.forward_min_micro_batches = least
     config.balance.count_multiple = multiple
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = stages
-    columns = {"length": np.arange(20, 20 + sequences), "response_tokens": np.full(sequences, 9)}
+    columns = {
+        "length": np.arange(20, 20 + sequences),
+        "response_tokens": np.full(sequences, 9),
+    }
     batch = RemoteBatch(columns, {})
     drawn = draw_mini_batches(sequences, mini_batches, seed=1, step=1)
     plan = Planner(config, CostModel.tokens()).plan(batch, drawn, of)
-    assert sorted(np.concatenate([part.rows for part in plan.mini_batches]).tolist()) == list(
-        range(sequences)
-    )
+    assert sorted(
+        np.concatenate([part.rows for part in plan.mini_batches]).tolist()
+    ) == list(range(sequences))
     fewest = min(map(len, drawn))
     assert all(part.steps >= min(least, fewest) for part in plan.mini_batches)
 
@@ -177,5 +213,7 @@ def test_a_model_that_cannot_be_counted_names_the_field_to_add(tmp_path: Path) -
     )
     config = Config()
     config.model.path = str(tmp_path)
-    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: .*num_hidden_layers.*Add the field"):
+    with pytest.raises(
+        ConfigError, match=f"model.path={tmp_path}: .*num_hidden_layers.*Add the field"
+    ):
         counted_costs(config)

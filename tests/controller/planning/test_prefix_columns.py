@@ -14,9 +14,14 @@ from workers.model.rows.prefix_rows import pack_shared
 PROMPT = list(range(100, 110))
 
 
-def known(prompts: list[list[int]], responses: list[list[int]], minimum: int = 1) -> dict[str, np.ndarray]:
+def known(
+    prompts: list[list[int]], responses: list[list[int]], minimum: int = 1
+) -> dict[str, np.ndarray]:
     pairs = list(zip(prompts, responses, strict=True))
-    hashes = [prefix_hashes(np.array(prompt + response, np.int32), len(prompt)) for prompt, response in pairs]
+    hashes = [
+        prefix_hashes(np.array(prompt + response, np.int32), len(prompt))
+        for prompt, response in pairs
+    ]
     return prefix_columns(
         np.array([hash(tuple(prompt)) for prompt in prompts]),
         np.array([len(prompt) for prompt in prompts]),
@@ -30,7 +35,9 @@ def counted(responses: list[list[int]], minimum: int = 1) -> int:
     """Tokens of one micro-batch of samples of PROMPT, as planned."""
     lengths = [len(PROMPT + response) for response in responses]
     tree = known([PROMPT] * len(responses), responses, minimum)
-    return int(plan_batch(lengths, ranks=1, max_tokens=10**6, **tree).computed_lengths.sum())
+    return int(
+        plan_batch(lengths, ranks=1, max_tokens=10**6, **tree).computed_lengths.sum()
+    )
 
 
 def test_different_responses_share_their_prompt():
@@ -74,7 +81,12 @@ def responses_that_branch(seed: int, count: int, longest: int) -> list[list[int]
     return [[*response, 9] for response in found]  # 9 ends a response
 
 
-@given(st.integers(0, 2**31), st.integers(1, 12), st.sampled_from([1, 4, 8]), st.sampled_from([20, 60, 300]))
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 12),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from([20, 60, 300]),
+)
 @settings(deadline=None, max_examples=300)
 def test_a_row_has_no_more_cells_than_the_plan_counts(seed, count, minimum, longest):
     """Whichever samples of which prompts a micro-batch has."""
@@ -92,12 +104,17 @@ def test_a_row_has_no_more_cells_than_the_plan_counts(seed, count, minimum, long
         [len(each) for each in ids],
         ranks=2,
         max_tokens=max(map(len, ids)) * 2,
-        mini_batches=[chosen, rest] if len(rest := np.setdiff1d(np.arange(len(pairs)), chosen)) else [chosen],
+        mini_batches=[chosen, rest]
+        if len(rest := np.setdiff1d(np.arange(len(pairs)), chosen))
+        else [chosen],
         **tree,
     )
     for mini_batch in plan.mini_batches:
         for step in mini_batch.micro_steps:
             for rows in filter(len, step.ranks):
-                row = [{"input_ids": ids[i], "loss_mask": torch.arange(len(ids[i])) > 0} for i in rows]
+                row = [
+                    {"input_ids": ids[i], "loss_mask": torch.arange(len(ids[i])) > 0}
+                    for i in rows
+                ]
                 cells = sum(pack_shared(DataProto.from_list(row), minimum=minimum).lengths)
                 assert cells <= plan.computed_lengths[rows].sum()

@@ -18,23 +18,44 @@ AGENT = ["rollout.agent=agent.py:run", "rollout.max_turns=2", 'reward.function="
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text("def run(record, base_url, api_key): ...\nclass Mine: ...\n")
+    (tmp_path / "agent.py").write_text(
+        "def run(record, base_url, api_key): ...\nclass Mine: ...\n"
+    )
     return write_workspace(tmp_path)
 
 
 def test_an_agent_needs_no_reward_function_and_may_be_a_command(file: Path) -> None:
-    config = load(file, [*AGENT, "rollout.gateway.max_request_mib=2", "rollout.agent_memory_gib=0.5"])
+    config = load(
+        file, [*AGENT, "rollout.gateway.max_request_mib=2", "rollout.agent_memory_gib=0.5"]
+    )
     check(config)
     assert config.longest_sequence == config.max_model_tokens == 32 + 2 * 64
-    check(load(file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py --fast"]))
-    check(load(file, [*AGENT, "rollout.max_model_tokens=300", "policy.max_tokens_per_micro_batch=300"]))
+    check(
+        load(
+            file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py --fast"]
+        )
+    )
+    check(
+        load(
+            file,
+            [
+                *AGENT,
+                "rollout.max_model_tokens=300",
+                "policy.max_tokens_per_micro_batch=300",
+            ],
+        )
+    )
 
 
 def test_a_dry_run_imports_the_agent_and_names_it(file: Path) -> None:
     lines = "\n".join(tried_lines(config := load(file, AGENT), try_inputs(config)))
     assert "agent.py:run: imported" in lines
-    command = load(file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py"])
-    assert "python agent.py: started" in "\n".join(tried_lines(command, try_inputs(command)))
+    command = load(
+        file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py"]
+    )
+    assert "python agent.py: started" in "\n".join(
+        tried_lines(command, try_inputs(command))
+    )
     for text in (
         "raise ValueError('no')",
         "def run(record): ...",
@@ -85,7 +106,9 @@ algorithm.loss.name=gspo
 algorithm.loss.rollout_correction.weights=sequence
 rollout.max_model_tokens=300 policy.max_tokens_per_micro_batch=299
 """)
-def test_settings_that_agents_make_impossible(file: Path, named: str, overrides: list[str]) -> None:
+def test_settings_that_agents_make_impossible(
+    file: Path, named: str, overrides: list[str]
+) -> None:
     with refused(named):
         check(load(file, [*AGENT, *overrides]))
 

@@ -45,7 +45,12 @@ def loss(what: str, body: str, words: str) -> BadInput:
         "",
         "@policy_loss('mine', aggregation='token_mean')",
     )
-    lines += ("def mine(p, config):", "    L = -p['advantages'] * p.log_probs", f"    {body}", "")
+    lines += (
+        "def mine(p, config):",
+        "    L = -p['advantages'] * p.log_probs",
+        f"    {body}",
+        "",
+    )
     overrides = [
         "algorithm.loss.name=custom",
         "algorithm.loss.function=mine.py:mine",
@@ -55,14 +60,20 @@ def loss(what: str, body: str, words: str) -> BadInput:
     return BadInput(f"a loss {what}", told, overrides, file("mine.py", "\n".join(lines)))
 
 
-def function(what: str, top: str, body: str, *words: str, overrides: Sequence[str] = ()) -> BadInput:
+def function(
+    what: str, top: str, body: str, *words: str, overrides: Sequence[str] = ()
+) -> BadInput:
     """A reward function of which `top` runs at its import and `body` at its call."""
     return BadInput(f"a reward that {what}", words, overrides, reward(top, body))
 
 
 IMPORTS = (
     function(
-        "raises at its import", "raise RuntimeError('no')", "...", "reward.function", "RuntimeError: no"
+        "raises at its import",
+        "raise RuntimeError('no')",
+        "...",
+        "reward.function",
+        "RuntimeError: no",
     ),
     function(
         "hangs at its import",
@@ -72,7 +83,10 @@ IMPORTS = (
         overrides=["resources.user_code_timeout_s=1"],
     ),
     function(
-        "exits at its import with a word", "import sys\nsys.exit('no key')", "...", "exit code 1: no key"
+        "exits at its import with a word",
+        "import sys\nsys.exit('no key')",
+        "...",
+        "exit code 1: no key",
     ),
     function(
         "holds a thread pool",
@@ -80,7 +94,9 @@ IMPORTS = (
         "return POOL.submit(float, 0).result()",
         "POOL (ThreadPoolExecutor)",
     ),
-    BadInput("a reward that is no Python", ["reward.py"], write=file("reward.py", "def reward(:")),
+    BadInput(
+        "a reward that is no Python", ["reward.py"], write=file("reward.py", "def reward(:")
+    ),
     BadInput(
         "a reward without its column",
         ["'target'"],
@@ -90,7 +106,11 @@ IMPORTS = (
 CALLS = (
     function("ends its process", "import os", "os._exit(5)", "exit code 5"),
     function(
-        "hangs", "import time", "time.sleep(99)", "reward.timeout_s=0.2", overrides=["reward.timeout_s=0.2"]
+        "hangs",
+        "import time",
+        "time.sleep(99)",
+        "reward.timeout_s=0.2",
+        overrides=["reward.timeout_s=0.2"],
     ),
     function(
         "is noisy and raises",
@@ -98,12 +118,12 @@ CALLS = (
         "print('x', file=sys.stderr); raise ValueError('no')",
         "ValueError: no",
     ),
-    function("raises in lines", "", "raise ValueError('first\\nsecond')", "ValueError: first"),
+    function(
+        "raises in lines", "", "raise ValueError('first\\nsecond')", "ValueError: first"
+    ),
 )
 
-ENVIRONMENT = (
-    "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
-)
+ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
 
 
 def environment(what: str, text: str, *words: str) -> BadInput:
@@ -113,12 +133,19 @@ def environment(what: str, text: str, *words: str) -> BadInput:
         "rollout.max_turns=1",
     ]
     return BadInput(
-        f"an environment that {what}", ["rollout.environment", *words], overrides, file("guess.py", text)
+        f"an environment that {what}",
+        ["rollout.environment", *words],
+        overrides,
+        file("guess.py", text),
     )
 
 
 def tools(
-    what: str, text: str, *words: str, shown: str = "<tool_call>", overrides: Sequence[str] = ()
+    what: str,
+    text: str,
+    *words: str,
+    shown: str = "<tool_call>",
+    overrides: Sequence[str] = (),
 ) -> BadInput:
     """Tools for a chat template that shows `shown`, or for prompts that are texts."""
 
@@ -127,8 +154,14 @@ def tools(
         if shown:
             template("{{ tools }}{{ messages[0].content }}" + shown)(folder)
 
-    set_to = ["rollout.tools=tools.py", "policy.max_tokens_per_micro_batch=9999", "rollout.max_turns=1"]
-    return BadInput(f"tools {what}", ["rollout.tools", *words], [*set_to, *overrides], write)
+    set_to = [
+        "rollout.tools=tools.py",
+        "policy.max_tokens_per_micro_batch=9999",
+        "rollout.max_turns=1",
+    ]
+    return BadInput(
+        f"tools {what}", ["rollout.tools", *words], [*set_to, *overrides], write
+    )
 
 
 def curriculum(what: str, body: str, *words: str) -> BadInput:
@@ -136,13 +169,22 @@ def curriculum(what: str, body: str, *words: str) -> BadInput:
     # The imports before it, which end, must keep the limit on a busy machine too.
     overrides = ["data.curriculum=order.py:order", "resources.user_code_timeout_s=6"]
     return BadInput(
-        f"a curriculum that {what}", ["data.curriculum", *words], overrides, file("order.py", text)
+        f"a curriculum that {what}",
+        ["data.curriculum", *words],
+        overrides,
+        file("order.py", text),
     )
 
 
 OTHERS = (
-    environment("exits", "import sys\nsys.exit(3)\n" + ENVIRONMENT.format(body="..."), "exit code 3"),
-    environment("exits when it is reset", ENVIRONMENT.format(body="raise SystemExit(3)"), "SystemExit: 3"),
+    environment(
+        "exits", "import sys\nsys.exit(3)\n" + ENVIRONMENT.format(body="..."), "exit code 3"
+    ),
+    environment(
+        "exits when it is reset",
+        ENVIRONMENT.format(body="raise SystemExit(3)"),
+        "SystemExit: 3",
+    ),
     curriculum("hangs", "time.sleep(99)", "resources.user_code_timeout_s=6"),
     curriculum("names no record", "return [1]", "record 1", "of 1 records"),
     curriculum("exits", "raise SystemExit(2)", "SystemExit: 2"),
@@ -155,7 +197,14 @@ TOOLS = (
     tools("that exit at their import", "import sys\nsys.exit(3)\n" + TOOL, "exit code 3"),
     tools("without functions", "x = 1\n", "no public function"),
     tools("for prompts that are texts", TOOL, "texts", shown=""),
-    tools("that no parser is known for", TOOL, "rollout.tool_parser", "hermes", "qwen3_coder", shown="."),
+    tools(
+        "that no parser is known for",
+        TOOL,
+        "rollout.tool_parser",
+        "hermes",
+        "qwen3_coder",
+        shown=".",
+    ),
 )
 
 LOSSES = (
@@ -176,25 +225,61 @@ LOSSES = (
         "return L, {'kl': L.mean()}",
         "gave the statistic 'kl' as Tensor. Wrap it by mean",
     ),
-    loss("with a number as statistic", "return L, {'kl': 1.0}", "gave the statistic 'kl' as float"),
+    loss(
+        "with a number as statistic",
+        "return L, {'kl': 1.0}",
+        "gave the statistic 'kl' as float",
+    ),
     loss("without statistics", "return L", "the loss returned a Tensor. Return"),
     loss("without a result", "pass", "the loss returned None. Return"),
-    loss("with statistics in a list", "return L, [1]", "the loss returned a pair of Tensor and list"),
-    loss("in NumPy", "return L.detach().numpy(), {}", "the loss returned a pair of ndarray and dict"),
+    loss(
+        "with statistics in a list",
+        "return L, [1]",
+        "the loss returned a pair of Tensor and list",
+    ),
+    loss(
+        "in NumPy",
+        "return L.detach().numpy(), {}",
+        "the loss returned a pair of ndarray and dict",
+    ),
     loss("of three values", "return L, {}, 1", "the loss returned a tuple"),
-    loss("with a statistic of a reserved name", "return L, {'loss': mean(L)}", "gave the statistic 'loss'"),
+    loss(
+        "with a statistic of a reserved name",
+        "return L, {'loss': mean(L)}",
+        "gave the statistic 'loss'",
+    ),
     loss(
         "with a statistic of the optimiser's name",
         "return L, {'grad_norm': mean(L)}",
         "the statistic 'grad_norm'",
     ),
-    loss("with a number as a statistic's name", "return L, {1: mean(L)}", "gave a statistic named 1"),
+    loss(
+        "with a number as a statistic's name",
+        "return L, {1: mean(L)}",
+        "gave a statistic named 1",
+    ),
     loss("that is not finite", "return L / 0, {}", "tried on two sequences: the loss is"),
-    loss("whose gradient is not finite", "return (p.log_probs + 1) ** 0.5, {}", "the gradient of the loss"),
-    loss("of a misspelt column", "return L * p['advantage'], {}", "Did you mean 'advantages'?"),
+    loss(
+        "whose gradient is not finite",
+        "return (p.log_probs + 1) ** 0.5, {}",
+        "the gradient of the loss",
+    ),
+    loss(
+        "of a misspelt column",
+        "return L * p['advantage'], {}",
+        "Did you mean 'advantages'?",
+    ),
     loss("of another shape", "return L.mean(), {}", "gave losses of shape () for 5 tokens"),
-    loss("without gradient", "return L.detach(), {}", "tried on two sequences: the losses have no gradient"),
-    loss("of no sequence", "return L / L.max(), {}", "tried on no sequence, raised RuntimeError"),
+    loss(
+        "without gradient",
+        "return L.detach(), {}",
+        "tried on two sequences: the losses have no gradient",
+    ),
+    loss(
+        "of no sequence",
+        "return L / L.max(), {}",
+        "tried on no sequence, raised RuntimeError",
+    ),
     loss(
         "of a column that is not there",
         "return L * p['old_entropies'], {}",
@@ -220,7 +305,9 @@ TEMPLATES = (
     ),
     BadInput(
         "a template that never ends",
-        ["chat template of model.path=model took more than resources.user_code_timeout_s=6 s"],
+        [
+            "chat template of model.path=model took more than resources.user_code_timeout_s=6 s"
+        ],
         ["resources.user_code_timeout_s=6"],
         template(ENDLESS),
         told=[
@@ -233,13 +320,19 @@ TEMPLATES = (
 @pytest.mark.drawn(8)
 @rows(*IMPORTS, *CALLS, *OTHERS, *TOOLS, *LOSSES, *TEMPLATES)
 def test_code_and_templates_that_fail_when_they_are_tried_are_refused(
-    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: BadInput,
+    workspace: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
 
 
 @rows(IMPORTS[0])
 def test_a_run_refuses_what_a_dry_run_refuses(
-    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: BadInput,
+    workspace: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_refused(case, workspace, capfd, monkeypatch)

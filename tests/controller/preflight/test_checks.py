@@ -42,7 +42,9 @@ def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None
     check(load("config.yaml"))
 
 
-@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
     own = ["model.path=model", "data.train=train.jsonl", "data.validation=validation.jsonl"]
     small = [
@@ -107,7 +109,9 @@ reward.judge.model=policy reward.judge.max_prompt_tokens=64 reward.judge.samplin
 
 
 @rows(written_out(ACCEPTED))
-def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overrides: list[str]) -> None:
+def test_unusual_but_meaningful_combinations_are_accepted(
+    workspace: Path, overrides: list[str]
+) -> None:
     check(load("config.yaml", overrides))
 
 
@@ -273,7 +277,9 @@ rollout.engine JUDGE reward.judge.engine={model:x}
 
 
 @refused_rows(written_out(REFUSED))
-def test_what_cannot_work_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+def test_what_cannot_work_is_refused(
+    workspace: Path, named: str, overrides: list[str]
+) -> None:
     with refused(named):
         check_everything(*overrides)
 
@@ -281,7 +287,11 @@ def test_what_cannot_work_is_refused(workspace: Path, named: str, overrides: lis
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("model/config.json", None, "model.path: folder model holds no model, it has no config.json."),
+        (
+            "model/config.json",
+            None,
+            "model.path: folder model holds no model, it has no config.json.",
+        ),
         ("model/config.json", "{", "model.path: model/config.json is not valid JSON: "),
         ("model/config.json", "[]", "model.path: model/config.json is not a JSON object."),
         ("model/model.safetensors", None, "model.path=model: model has no weights "),
@@ -292,10 +302,26 @@ def test_what_cannot_work_is_refused(workspace: Path, named: str, overrides: lis
             '[{"prompt": "1"}]',
             "data.train: train.jsonl:1 is a list in place of a record a line.",
         ),
-        ("train.jsonl", '{"prompt": 3}', "data.train: train.jsonl:1 has a prompt of type int"),
-        ("validation.jsonl", '{\n"prompt": "1"}', "data.validation: validation.jsonl:1 is not JSON: "),
-        ("reward.py", "def reward(:", "reward.function='reward.py:reward': reward.py is not valid Python: "),
-        ("reward.py", "print(reward)", "reward.function='reward.py:reward': reward.py defines no reward."),
+        (
+            "train.jsonl",
+            '{"prompt": 3}',
+            "data.train: train.jsonl:1 has a prompt of type int",
+        ),
+        (
+            "validation.jsonl",
+            '{\n"prompt": "1"}',
+            "data.validation: validation.jsonl:1 is not JSON: ",
+        ),
+        (
+            "reward.py",
+            "def reward(:",
+            "reward.function='reward.py:reward': reward.py is not valid Python: ",
+        ),
+        (
+            "reward.py",
+            "print(reward)",
+            "reward.function='reward.py:reward': reward.py defines no reward.",
+        ),
     ],
 )
 def test_a_file_that_is_gone_or_broken_is_named(
@@ -310,21 +336,32 @@ def test_a_file_that_is_gone_or_broken_is_named(
 
 def test_a_folder_of_adapters_is_no_model(workspace: Path) -> None:
     (workspace / "model/config.json").rename(workspace / "model/adapter_config.json")
-    assert refusal().startswith("model.path=model: the folder holds LoRA adapters, not a model. ")
+    assert refusal().startswith(
+        "model.path=model: the folder holds LoRA adapters, not a model. "
+    )
 
 
 def test_chat_messages_need_a_chat_template(workspace: Path) -> None:
     record = {"prompt": [{"role": "user", "content": "1+1="}]}
     (workspace / "train.jsonl").write_text(json.dumps(record))
-    assert "are chat messages, but the tokenizer of model.path=model has no chat template" in refusal()
-    (workspace / "model/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert (
+        "are chat messages, but the tokenizer of model.path=model has no chat template"
+        in refusal()
+    )
+    (workspace / "model/tokenizer_config.json").write_text(
+        '{"chat_template": "{{ messages }}"}'
+    )
     check(load("config.yaml"))
 
 
 def test_ranks_that_share_experts_must_divide() -> None:
     """Ranks with different tokens: those of a tensor-parallel group have different ones, too."""
     config = Config()
-    config.policy.data_parallel, config.policy.parallel.replicate, config.policy.parallel.context_parallel = (
+    (
+        config.policy.data_parallel,
+        config.policy.parallel.replicate,
+        config.policy.parallel.context_parallel,
+    ) = (
         6,
         2,
         2,
@@ -333,7 +370,9 @@ def test_ranks_that_share_experts_must_divide() -> None:
         config.policy.parallel.expert_parallel = divisor
         check_parallel(config)
     config.policy.parallel.expert_parallel = 4
-    with pytest.raises(ConfigError, match=r"expert_parallel=4 does not divide .* = 6 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel=4 does not divide .* = 6 ranks"
+    ):
         check_parallel(config)
     config.policy.parallel.tensor_parallel = 2
     check_parallel(config)
@@ -353,10 +392,14 @@ def test_a_model_of_the_local_hub_cache_is_found_by_name(
 
 
 @pytest.mark.parametrize("place", ["package.module", "namespace.module", "reward.py"])
-def test_a_reward_function_is_found_without_importing_anything(workspace: Path, place: str) -> None:
+def test_a_reward_function_is_found_without_importing_anything(
+    workspace: Path, place: str
+) -> None:
     for package in ("package", "namespace"):
         (workspace / package).mkdir()
-        (workspace / package / "module.py").write_text("from elsewhere import reward\nraise RuntimeError")
+        (workspace / package / "module.py").write_text(
+            "from elsewhere import reward\nraise RuntimeError"
+        )
     (workspace / "package/__init__.py").write_text("raise RuntimeError")
     check(load("config.yaml", [f"reward.function={place}:reward"]))
 
@@ -376,21 +419,37 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
     check(config)
     (config.run_folder / "config.yaml").touch()
     with pytest.raises(
-        ConfigError, match=r"holds a run already. Choose another name, remove it, or resume it"
+        ConfigError,
+        match=r"holds a run already. Choose another name, remove it, or resume it",
     ):
         check(config)
 
 
 def test_what_is_a_critic_leaves_at_zero_follows_the_policy(workspace: Path) -> None:
-    config = load("config.yaml", ["algorithm.advantage=gae", "critic.warmup_steps=4", "model.lora.rank=8"])
-    assert [config.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [4096, 4096]
+    config = load(
+        "config.yaml",
+        ["algorithm.advantage=gae", "critic.warmup_steps=4", "model.lora.rank=8"],
+    )
+    assert [
+        config.limits[f"critic.{name}"].max_tokens for name in ("update", "values")
+    ] == [4096, 4096]
     assert (config.total_optimizer_steps, config.schedule_steps("critic")) == (12, 20)
-    assert (config.model_of("critic").path, config.model_of("critic").lora.rank) == ("model", 0)
+    assert (config.model_of("critic").path, config.model_of("critic").lora.rank) == (
+        "model",
+        0,
+    )
     told = load(
         "config.yaml",
-        ["algorithm.advantage=gae", "critic.max_tokens_per_micro_batch=5000", "critic.path=other"],
+        [
+            "algorithm.advantage=gae",
+            "critic.max_tokens_per_micro_batch=5000",
+            "critic.path=other",
+        ],
     )
-    assert [told.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [5000, 5000]
+    assert [told.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [
+        5000,
+        5000,
+    ]
     assert told.model_of("critic").path == "other"
 
 
@@ -421,7 +480,10 @@ def test_a_reward_model_may_stand_alone(workspace: Path) -> None:
     check(alone)
     assert alone.reward.weights == {}
     assert alone.training_roles == ("policy", "reward_model")
-    assert (alone.model_of("reward_model").path, alone.limits["reward_model.scores"].max_tokens) == (
+    assert (
+        alone.model_of("reward_model").path,
+        alone.limits["reward_model.scores"].max_tokens,
+    ) == (
         "judge",
         4096,
     )

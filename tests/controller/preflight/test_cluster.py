@@ -97,10 +97,15 @@ def test_no_node_gives_more_than_it_has(
             if place_of == node
         ]
         assert sum(bundle.get("GPU", 0.0) for bundle in given_here) <= gpus
-        assert sum(bundle["CPU"] for bundle in given_here) + 0.25 * found.rewards.count(node) <= 4 + 1e-9
+        assert (
+            sum(bundle["CPU"] for bundle in given_here) + 0.25 * found.rewards.count(node)
+            <= 4 + 1e-9
+        )
     for request in role_requests(config):
         placed = [
-            i for node in range(nodes) for i in roles_on_node(config, found, node).get(request.role, [])
+            i
+            for node in range(nodes)
+            for i in roles_on_node(config, found, node).get(request.role, [])
         ]
         assert sorted(placed) == list(range(request.actors))
 
@@ -145,15 +150,27 @@ def test_notes_say_what_sharding_costs_where_ranks_lie(
         setattr(config.policy.parallel, name, value)
     cluster = Cluster(nodes=nodes, cpus=64, gpus=8 // nodes, gpu_gib=80)
     lines = placement_lines(config, cluster, place(config, cluster))
-    assert {line.split(" ")[1].rpartition(".")[2] for line in lines if "note: " in line} == named
+    assert {
+        line.split(" ")[1].rpartition(".")[2] for line in lines if "note: " in line
+    } == named
 
 
 def test_groups_that_cross_the_network_are_counted() -> None:
     config = gpu_config(data_parallel=4)
     config.policy.parallel.context_parallel = 2
     config.rollout.placement = "apart"
-    assert groups_across_nodes(config, place(config, Cluster(nodes=3, cpus=8, gpus=4, gpu_gib=80))) == 0
-    assert groups_across_nodes(config, place(config, Cluster(nodes=3, cpus=8, gpus=3, gpu_gib=80))) == 1
+    assert (
+        groups_across_nodes(
+            config, place(config, Cluster(nodes=3, cpus=8, gpus=4, gpu_gib=80))
+        )
+        == 0
+    )
+    assert (
+        groups_across_nodes(
+            config, place(config, Cluster(nodes=3, cpus=8, gpus=3, gpu_gib=80))
+        )
+        == 1
+    )
 
 
 def test_a_described_cluster_needs_config_json_alone_and_no_data(
@@ -162,7 +179,10 @@ def test_a_described_cluster_needs_config_json_alone_and_no_data(
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl"):
         (workspace / name).unlink()
     dry_run = ["--config", "config.yaml", "--dry-run", "resources.device=auto"]
-    assert main([*dry_run, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"]) == 0
+    assert (
+        main([*dry_run, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"])
+        == 0
+    )
     page = capsys.readouterr().out
     assert "== memory, measured" in page
     assert "train.jsonl: not on this machine, so neither read nor scored" in page
@@ -175,7 +195,13 @@ def test_a_model_of_the_hub_is_asked_for_its_config_json_alone(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    arguments = ["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8"]
+    arguments = [
+        "--config",
+        "config.yaml",
+        "--dry-run",
+        "--cluster",
+        "nodes=1,gpus=2,gpu_gib=80,cpus=8",
+    ]
     assert main([*arguments, "resources.device=auto", "model.path=nobody/nothing"]) == 2
     told = capsys.readouterr()
     assert "model.path=nobody/nothing: asking the hub for config.json" in told.out
@@ -188,7 +214,10 @@ def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
     dry_run = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
     assert main([*dry_run, "--cluster", "nodes=2,cpus=0.5"]) == 0
     page = capsys.readouterr().out
-    assert "2 nodes with 0.5 CPUs each\nnode 0: policy 0..1\nnode 1: rollout 0, reward 0\n" in page
+    assert (
+        "2 nodes with 0.5 CPUs each\nnode 0: policy 0..1\nnode 1: rollout 0, reward 0\n"
+        in page
+    )
     assert "== memory" not in page
     assert main([*dry_run, "--cluster", "nodes=1,cpus=0.5"]) == 2
     assert "the run does not fit on 1 node with 0.5 CPUs each" in capsys.readouterr().err
@@ -202,7 +231,12 @@ def test_functions_and_records_are_tried_before_memory_is_measured(
     measured: list[object] = []
     monkeypatch.setattr("controller.preflight.describe_cluster.measure", measured.append)
     (workspace / "reward.py").write_text("def reward(response, gone):\n    return 0.0\n")
-    cluster = ["--dry-run", "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "resources.device=auto"]
+    cluster = [
+        "--dry-run",
+        "--cluster",
+        "nodes=1,gpus=2,gpu_gib=80,cpus=8",
+        "resources.device=auto",
+    ]
     assert main(["--config", "config.yaml", *cluster]) == 2
     assert "gone" in capsys.readouterr().err
     assert measured == []

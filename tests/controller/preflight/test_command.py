@@ -29,9 +29,16 @@ sys.exit(code)
 
 
 def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_CACHE": str(folder / "hub")}
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_HUB_CACHE": str(folder / "hub"),
+    }
     return subprocess.run(
-        [sys.executable, "-c", FIT, *arguments], cwd=folder, env=environment, text=True, capture_output=True
+        [sys.executable, "-c", FIT, *arguments],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
     )
 
 
@@ -48,14 +55,31 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             "policy.data_parallel must be a whole number (int), not 'two'.",
         ),
         (["--config", "gone.yaml"], "there is no file gone.yaml."),
-        (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
-        (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
         (
-            ["--config", "config.yaml", "policy.max_tokens_per_micro_batch=50", "--dry-run"],
+            ["--config", "config.yaml", "data.train=gone.jsonl"],
+            "there is no file gone.jsonl",
+        ),
+        (
+            ["--config", "config.yaml", "model.path=no/such"],
+            "there is no folder no/such and no such model",
+        ),
+        (
+            [
+                "--config",
+                "config.yaml",
+                "policy.max_tokens_per_micro_batch=50",
+                "--dry-run",
+            ],
             "is below the longest possible sequence",
         ),
-        (["policy.max_tokens_per_micro_batch=50"], "the following arguments are required: --config; usage: "),
-        (["--config", "config.yaml", "--dryrun"], "unrecognized arguments: --dryrun; usage: "),
+        (
+            ["policy.max_tokens_per_micro_batch=50"],
+            "the following arguments are required: --config; usage: ",
+        ),
+        (
+            ["--config", "config.yaml", "--dryrun"],
+            "unrecognized arguments: --dryrun; usage: ",
+        ),
     ],
     ids=["key", "type", "config", "data", "model", "combination", "no config", "option"],
 )
@@ -73,14 +97,27 @@ def test_bad_input_ends_with_code_2_and_one_line_before_anything_heavy_is_import
 
 def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path) -> None:
     write_workspace(tmp_path)
-    process = fit(tmp_path, "policy.data_parallel=1", "--config", "config.yaml", "--dry-run", "run.steps=3")
+    process = fit(
+        tmp_path,
+        "policy.data_parallel=1",
+        "--config",
+        "config.yaml",
+        "--dry-run",
+        "run.steps=3",
+    )
     assert process.returncode == 0, process.stderr
     assert "policy: 1 actor, " in process.stdout
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout
     assert "train.jsonl: 1 record\n" in process.stdout
-    assert "train.jsonl: 12 epochs, 12 of run.steps * batch.prompts_per_step = 12 prompts\n" in process.stdout
+    assert (
+        "train.jsonl: 12 epochs, 12 of run.steps * batch.prompts_per_step = 12 prompts\n"
+        in process.stdout
+    )
     assert "the first prompt, as engines read it:\n    1+1=\n" in process.stdout
-    assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
+    assert (
+        "reward.py:reward: tried on the first record and an empty response"
+        in process.stdout
+    )
     assert "the reward of an empty response: 0\n" in process.stdout
     assert (
         "train.jsonl: 1 prompt of 4 to 4 tokens, 4 on average; above data.max_prompt_tokens: 0 dropped"
@@ -89,7 +126,10 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert (
         "optimizer" not in process.stdout.partition("== placement")[0]
     )  # its settings are at their defaults
-    assert "numerics: packed rows of model.path match the model's own forward pass" in process.stdout
+    assert (
+        "numerics: packed rows of model.path match the model's own forward pass"
+        in process.stdout
+    )
     assert process.stdout.endswith(
         "heavy: ['torch', 'transformers']\n"
     )  # to measure the model; neither Ray nor vLLM
@@ -97,7 +137,8 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("option", "line"), [("--help", "usage: "), ("--settings", "policy.max_tokens_per_micro_batch  (int, ")]
+    ("option", "line"),
+    [("--help", "usage: "), ("--settings", "policy.max_tokens_per_micro_batch  (int, ")],
 )
 def test_help_and_settings_print_and_end(tmp_path: Path, option: str, line: str) -> None:
     process = fit(tmp_path, option)
@@ -106,7 +147,9 @@ def test_help_and_settings_print_and_end(tmp_path: Path, option: str, line: str)
     assert line in process.stdout
 
 
-def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_shows_what_an_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its lines, in this process: the dry run above prints them, and imports for 8 CPU seconds."""
     write_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -118,7 +161,11 @@ def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path, monkeypatch: p
         "    def step(self, response):\n"
         "        return Observation('3+3=', reward=-0.5, parts={'turns': 1.0})\n"
     )
-    played = ("rollout.environment=told.py:Told", "rollout.max_turns=2", "rollout.max_episode_tokens=80")
+    played = (
+        "rollout.environment=told.py:Told",
+        "rollout.max_turns=2",
+        "rollout.max_episode_tokens=80",
+    )
     config = load(Path("config.yaml"), ("reward.function=''", *played))
     assert (
         "told.py:Told: tried on the first record and an empty response\n"
@@ -142,6 +189,10 @@ def test_independent_problems_are_refused_together_a_line_each(tmp_path: Path) -
     assert all(line.startswith("error: ") for line in lines)
     assert len(lines) == len(wrong), done.stderr
     for setting in wrong:
-        assert sum(setting.partition("=")[0] in line.partition(" has no effect")[0] for line in lines) == 1, (
-            done.stderr
-        )
+        assert (
+            sum(
+                setting.partition("=")[0] in line.partition(" has no effect")[0]
+                for line in lines
+            )
+            == 1
+        ), done.stderr

@@ -27,11 +27,22 @@ CHANGES = {
     "bad_words": "[a, b c]",
     "structured_outputs": "{regex: a+}",
 }
-EXACT = {"temperature", "max_new_tokens", "stop", "stop_token_ids", "max_thinking_tokens", "end_of_thinking"}
+EXACT = {
+    "temperature",
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "max_thinking_tokens",
+    "end_of_thinking",
+}
 CORRECTION = "algorithm.loss.rollout_correction"
 READERS = (
     "rollout.max_staleness=1",
-    *(f"{CORRECTION}.{kind}={over}" for kind in ("weights", "rejection") for over in ("token", "sequence")),
+    *(
+        f"{CORRECTION}.{kind}={over}"
+        for kind in ("weights", "rejection")
+        for over in ("token", "sequence")
+    ),
 )
 
 
@@ -42,7 +53,11 @@ def test_every_setting_of_sampling_is_tried_here() -> None:
 def log_probs_of(config: Config) -> str:
     return str(
         engine_arguments(
-            config.model, config.rollout, placement="apart", max_model_tokens=config.max_model_tokens, seed=0
+            config.model,
+            config.rollout,
+            placement="apart",
+            max_model_tokens=config.max_model_tokens,
+            seed=0,
         ).logprobs_mode
     )
 
@@ -66,8 +81,12 @@ def test_ratios_to_engines_log_probs_are_1_at_equal_weights_or_refused(
         check_layout(load("config.yaml", colder))
 
 
-@pytest.mark.parametrize("cut", [f"rollout.sampling.{name}={value}" for name, value in CUTS.items()])
-def test_where_nothing_reads_them_a_cut_goes_with_every_temperature(workspace: Path, cut: str) -> None:
+@pytest.mark.parametrize(
+    "cut", [f"rollout.sampling.{name}={value}" for name, value in CUTS.items()]
+)
+def test_where_nothing_reads_them_a_cut_goes_with_every_temperature(
+    workspace: Path, cut: str
+) -> None:
     config = load("config.yaml", [cut, "rollout.sampling.temperature=0.7"])
     check(config)
     assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", False)
@@ -80,26 +99,42 @@ def test_without_a_cut_log_probs_have_the_temperature(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_distribution_is_trained_with_importance_weights_alone(workspace: Path, name: str) -> None:
-    change, weights = f"rollout.sampling.{name}={CHANGES[name]}", f"{CORRECTION}.weights=token"
+def test_another_distribution_is_trained_with_importance_weights_alone(
+    workspace: Path, name: str
+) -> None:
+    change, weights = (
+        f"rollout.sampling.{name}={CHANGES[name]}",
+        f"{CORRECTION}.weights=token",
+    )
     for others in ([], ["rollout.max_staleness=1"], [READERS[-1]], [weights, READERS[-1]]):
         assert refusal(change, *others).startswith(f"rollout.sampling.{name}=")
-    for others in ([weights], [weights, "rollout.max_staleness=1", "rollout.sampling.top_p=0.9"]):
+    for others in (
+        [weights],
+        [weights, "rollout.max_staleness=1", "rollout.sampling.top_p=0.9"],
+    ):
         config = load("config.yaml", [change, *others])
         check(config)
-        assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", False)
+        assert (log_probs_of(config), compares_exactly(config)) == (
+            "processed_logprobs",
+            False,
+        )
     check(load("config.yaml", [change.replace("rollout", "validation")]))
 
 
 def test_responses_of_validation_end_as_those_of_training(workspace: Path) -> None:
     config = load(
-        "config.yaml", ["rollout.sampling.stop=['</a>', 'b c']", "rollout.sampling.stop_token_ids=[7]"]
+        "config.yaml",
+        ["rollout.sampling.stop=['</a>', 'b c']", "rollout.sampling.stop_token_ids=[7]"],
     )
     check(config)
     assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", True)
     assert config.validation.sampling == config.rollout.sampling
     parameters = sampling_parameters(config.validation.sampling, seed=1)
-    assert (parameters.stop, parameters.stop_token_ids, parameters.detokenize) == (["</a>", "b c"], [7], True)
+    assert (parameters.stop, parameters.stop_token_ids, parameters.detokenize) == (
+        ["</a>", "b c"],
+        [7],
+        True,
+    )
 
 
 @refused_rows(
@@ -127,10 +162,15 @@ def test_samplings_that_vllm_would_refuse_are_refused(
 
 
 @pytest.mark.parametrize("section", ["rollout", "validation"])
-def test_a_temperature_that_vllm_would_raise_is_refused(workspace: Path, section: str) -> None:
+def test_a_temperature_that_vllm_would_raise_is_refused(
+    workspace: Path, section: str
+) -> None:
     colder = f"{section}.sampling.temperature={COLDEST / 2}"
     assert refusal(colder).startswith(f"{colder}: ")
-    assert sampling_parameters(SamplingConfig(temperature=COLDEST / 2), seed=1).temperature == COLDEST
+    assert (
+        sampling_parameters(SamplingConfig(temperature=COLDEST / 2), seed=1).temperature
+        == COLDEST
+    )
 
 
 def test_a_replay_does_not_take_another_sampling(workspace: Path) -> None:

@@ -46,10 +46,16 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     assert "\nfits: yes (engines: 1 on " in page
     assert "a step: 4 prompts x 8 samples = 32 sequences, at most 3,072 tokens" in page
     assert "a mini-batch: 16 sequences over 2 ranks; 2 a step" in page
-    assert "policy.max_tokens_per_micro_batch 4096 >= longest possible sequence 96: " in page
+    assert (
+        "policy.max_tokens_per_micro_batch 4096 >= longest possible sequence 96: " in page
+    )
     assert "a micro-batch has room for at least 42 such sequences" in page
     capped = page_of("policy.max_patches_per_micro_batch=5000").splitlines()
-    (line,) = [line for line in capped if line.startswith("policy.max_tokens_per_micro_batch 4096 >=")]
+    (line,) = [
+        line
+        for line in capped
+        if line.startswith("policy.max_tokens_per_micro_batch 4096 >=")
+    ]
     assert line.endswith("Its images have at most 5,000 patches")
 
 
@@ -57,7 +63,9 @@ def test_kernels_that_a_gpu_run_lacks_for_layers_with_a_state_are_named_with_the
     workspace: Path,
 ) -> None:
     file = workspace / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"linear_num_value_heads": 2}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"linear_num_value_heads": 2})
+    )
     note = "model.path=model: its layers with a state run without flash-linear-attention and causal-conv1d"
     assert note not in page_of()
     assert note in page_of("resources.device=cuda")
@@ -76,14 +84,26 @@ def lines_after_fits(page: str) -> list[str]:
     ("overrides", "available", "verdict"),
     [
         ((), 0, "unknown, because this machine has no GPUs and the run uses 2"),
-        (("policy.data_parallel=12",), 0, "unknown, because this machine has no GPUs and the run uses 12"),
+        (
+            ("policy.data_parallel=12",),
+            0,
+            "unknown, because this machine has no GPUs and the run uses 12",
+        ),
         ((), 4, "GPUs yes (2 of 4), memory not measured"),
         ((), 1, "no (GPUs: 2 of 1)"),
-        (("resources.ray_address=auto",), 0, "unknown until the run asks Ray's cluster for 2 GPUs"),
+        (
+            ("resources.ray_address=auto",),
+            0,
+            "unknown until the run asks Ray's cluster for 2 GPUs",
+        ),
     ],
 )
 def test_a_dry_run_for_gpus_gives_a_verdict_or_the_way_to_one(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], available: int, verdict: str
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    available: int,
+    verdict: str,
 ) -> None:
     monkeypatch.setattr(training, "visible_gpus", lambda: available)
     settings_of_gpus = ("resources.device=cuda", "rollout.replicas=1", *overrides)
@@ -93,7 +113,10 @@ def test_a_dry_run_for_gpus_gives_a_verdict_or_the_way_to_one(
         return
     assert memory[0].startswith(FORMULA)
     (described,) = re.findall(r"--cluster (\S+),gpu=H100", fits)
-    cluster, config = parse_cluster(f"{described},gpu=H100"), load("config.yaml", settings_of_gpus)
+    cluster, config = (
+        parse_cluster(f"{described},gpu=H100"),
+        load("config.yaml", settings_of_gpus),
+    )
     run_on(config, cluster)
     assert place(config, cluster)
 
@@ -101,8 +124,16 @@ def test_a_dry_run_for_gpus_gives_a_verdict_or_the_way_to_one(
 @pytest.mark.parametrize(
     ("sizes", "overrides", "verdict"),
     [
-        ({}, (), "takes 0.2 GiB, 0.0 of them between passes. It fits H100, H200, B200, A100, L40S, MI300X"),
-        (SIZES_OF_32B, ("policy.data_parallel=8",), "It fits B200, MI300X, not H100, H200, A100, L40S"),
+        (
+            {},
+            (),
+            "takes 0.2 GiB, 0.0 of them between passes. It fits H100, H200, B200, A100, L40S, MI300X",
+        ),
+        (
+            SIZES_OF_32B,
+            ("policy.data_parallel=8",),
+            "It fits B200, MI300X, not H100, H200, A100, L40S",
+        ),
         (
             SIZES_OF_32B,
             ("policy.data_parallel=8", "model.gradient_checkpointing=auto"),
@@ -118,7 +149,9 @@ def test_the_memory_of_a_gpu_is_estimated_where_the_formula_has_all_parts(
 ) -> None:
     description = workspace / "model" / "config.json"
     description.write_text(json.dumps(json.loads(description.read_text()) | sizes))
-    lines = lines_after_fits(page_of("resources.device=cuda", "rollout.replicas=1", *overrides))
+    lines = lines_after_fits(
+        page_of("resources.device=cuda", "rollout.replicas=1", *overrides)
+    )
     estimate = [line for line in lines if line.startswith(FORMULA)]
     assert estimate[0].endswith(verdict) if verdict else not estimate
     assert not estimate or ("takes at least" in estimate[0]) is (
@@ -126,8 +159,15 @@ def test_the_memory_of_a_gpu_is_estimated_where_the_formula_has_all_parts(
     )
 
 
-def test_training_without_engines_has_no_cluster_to_describe_and_an_estimate(workspace: Path) -> None:
-    overrides = ["run.name=a", "model.path=model", "data.train=train.jsonl", "resources.device=cuda"]
+def test_training_without_engines_has_no_cluster_to_describe_and_an_estimate(
+    workspace: Path,
+) -> None:
+    overrides = [
+        "run.name=a",
+        "model.path=model",
+        "data.train=train.jsonl",
+        "resources.device=cuda",
+    ]
     fits, memory = lines_after_fits(describe(load_as(SftConfig, None, overrides)))
     assert fits.endswith("the run uses 1") and memory.startswith(FORMULA)
 
@@ -136,7 +176,10 @@ def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everyth
     workspace: Path, config: Config
 ) -> None:
     page = describe(config)
-    assert "== configuration, where it differs from the defaults (--all: everything) ==" in page
+    assert (
+        "== configuration, where it differs from the defaults (--all: everything) =="
+        in page
+    )
     assert "learning_rate" not in page and "overlong_prompts" not in page
     everything = describe(config, everything=True)
     assert "learning_rate" in everything and "overlong_prompts" in everything
@@ -174,7 +217,11 @@ def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens_per_micro_batch=100"],
+    [
+        "model.dtype=bfloat16",
+        "rollout.sampling.top_p=0.9",
+        "policy.max_tokens_per_micro_batch=100",
+    ],
 )
 def test_the_dry_run_notes_what_is_allowed_but_costs(config: Config, override: str) -> None:
     assert "== notes ==" not in describe(config)
@@ -191,16 +238,28 @@ def test_the_dry_run_says_what_every_automatic_setting_chose(workspace: Path) ->
         "balance.fit_cost_model=auto -> never",
     ):
         assert line in lines
-    gpus = page_of("resources.device=cuda", "rollout.max_staleness=2", "rollout.placement=apart").splitlines()
+    gpus = page_of(
+        "resources.device=cuda", "rollout.max_staleness=2", "rollout.placement=apart"
+    ).splitlines()
     assert "model.dtype=auto -> bfloat16" in gpus
     assert "rollout.kv_cache_after_update=auto -> keep, for 2 updates" in gpus
-    assert not [line for line in gpus if line.startswith(("rollout.placement=auto", "resources.device=auto"))]
+    assert not [
+        line
+        for line in gpus
+        if line.startswith(("rollout.placement=auto", "resources.device=auto"))
+    ]
 
 
-@pytest.mark.parametrize("schema", [Config, SftConfig, PreferencesConfig, RewardTrainingConfig])
-def test_every_setting_that_may_be_automatic_has_a_choice(schema: type[TrainingConfig]) -> None:
+@pytest.mark.parametrize(
+    "schema", [Config, SftConfig, PreferencesConfig, RewardTrainingConfig]
+)
+def test_every_setting_that_may_be_automatic_has_a_choice(
+    schema: type[TrainingConfig],
+) -> None:
     automatic = {
-        each.key for each in settings(schema()) if "auto" in each.range.removeprefix("one of ").split(", ")
+        each.key
+        for each in settings(schema())
+        if "auto" in each.range.removeprefix("one of ").split(", ")
     }
     assert automatic <= CHOICES.keys()
 
@@ -234,10 +293,16 @@ def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
     ranks: int, replicas: int, rewards: int, kl: float, device: str
 ) -> None:
     config = Config()
-    config.policy.data_parallel, config.rollout.replicas, config.reward.workers = ranks, replicas, rewards
+    config.policy.data_parallel, config.rollout.replicas, config.reward.workers = (
+        ranks,
+        replicas,
+        rewards,
+    )
     config.algorithm.loss.kl_coefficient, config.resources.device = kl, device
     if device == "cuda":
-        config.rollout.replicas = min(replicas, ranks)  # colocated engines share the policy's GPUs
+        config.rollout.replicas = min(
+            replicas, ranks
+        )  # colocated engines share the policy's GPUs
     requests = role_requests(config)
     for pool in pools(config):
         for resource, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
@@ -246,11 +311,17 @@ def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
                 [asked] * len(pool.bundles)
             )
     in_pools = sum(bundle["CPU"] for pool in pools(config) for bundle in pool.bundles)
-    assert in_pools + rewards * config.resources.cpus_per_worker == pytest.approx(sum_reserved(config, "CPU"))
+    assert in_pools + rewards * config.resources.cpus_per_worker == pytest.approx(
+        sum_reserved(config, "CPU")
+    )
 
 
-@given(prompts=st.integers(1, 64), samples=st.integers(1, 16), mini_batches=st.integers(1, 64))
-def test_mini_batch_sizes_are_those_of_an_even_split(prompts: int, samples: int, mini_batches: int) -> None:
+@given(
+    prompts=st.integers(1, 64), samples=st.integers(1, 16), mini_batches=st.integers(1, 64)
+)
+def test_mini_batch_sizes_are_those_of_an_even_split(
+    prompts: int, samples: int, mini_batches: int
+) -> None:
     config = Config()
     config.batch.prompts_per_step, config.batch.mini_batches = prompts, mini_batches
     config.rollout.samples_per_prompt = samples
@@ -277,4 +348,7 @@ def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
     assert [limits.max_tokens for limits in told.limits.values()] == [4096, 5000, 6000]
     assert told.max_model_tokens == 128
     assert told.total_optimizer_steps == 7
-    assert (told.model_of("reference").path, told.model_of("reference").dtype) == ("other", "auto")
+    assert (told.model_of("reference").path, told.model_of("reference").dtype) == (
+        "other",
+        "auto",
+    )

@@ -42,12 +42,19 @@ def see(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def page_of(workspace: Path, *overrides: str, cluster: str = "") -> tuple[int, list[str]]:
     """Engines, and lines of the dry run about idle GPUs."""
     arguments = parse_arguments(
-        ["--config", "config.yaml", "--dry-run", *(["--cluster", cluster] if cluster else [])]
+        [
+            "--config",
+            "config.yaml",
+            "--dry-run",
+            *(["--cluster", cluster] if cluster else []),
+        ]
     )
     config = load("config.yaml", overrides)
     if arguments.cluster:
         run_on(config, arguments.cluster)
-    (engines,) = (request.actors for request in role_requests(config) if request.role == "rollout")
+    (engines,) = (
+        request.actors for request in role_requests(config) if request.role == "rollout"
+    )
     return engines, [line for line in describe(config).splitlines() if "idle" in line]
 
 
@@ -79,14 +86,27 @@ def test_engines_take_all_gpus_of_their_placement(
     ("overrides", "cluster", "words"),
     [
         (
-            (GPUS, "policy.data_parallel=8", "rollout.tensor_parallel=2", "rollout.replicas=1"),
+            (
+                GPUS,
+                "policy.data_parallel=8",
+                "rollout.tensor_parallel=2",
+                "rollout.replicas=1",
+            ),
             "",
             "6 of the policy's 8 GPUs",
         ),
-        ((GPUS, "policy.data_parallel=3", "rollout.tensor_parallel=2"), "", "1 of the policy's 3 GPUs"),
+        (
+            (GPUS, "policy.data_parallel=3", "rollout.tensor_parallel=2"),
+            "",
+            "1 of the policy's 3 GPUs",
+        ),
         ((GPUS, "policy.data_parallel=2"), nodes(1, 8), "6 of 8 GPUs"),
         ((*APART, "rollout.replicas=3"), nodes(1, 8), "3 of 8 GPUs"),
-        ((*APART, "policy.data_parallel=5", "rollout.tensor_parallel=2"), nodes(1, 8), "1 of 8 GPUs"),
+        (
+            (*APART, "policy.data_parallel=5", "rollout.tensor_parallel=2"),
+            nodes(1, 8),
+            "1 of 8 GPUs",
+        ),
     ],
 )
 def test_idle_gpus_are_a_warning_of_the_dry_run(
@@ -96,7 +116,9 @@ def test_idle_gpus_are_a_warning_of_the_dry_run(
     assert words in line
 
 
-def test_engines_apart_take_what_this_machine_has_left(workspace: Path, see: Callable[[int], None]) -> None:
+def test_engines_apart_take_what_this_machine_has_left(
+    workspace: Path, see: Callable[[int], None]
+) -> None:
     see(8)
     assert page_of(workspace, *APART) == (6, [])
     sampler = load_as(GenerateConfig, "config.yaml", [GPUS]).narrowed(workspace / "out")
@@ -110,7 +132,9 @@ def test_where_their_gpus_are_not_known_engines_apart_need_a_number(
 ) -> None:
     """A cluster's nodes may still be on their way when a run starts."""
     assert refusal(*APART, *where).startswith("rollout.replicas=0: ")
-    sampler = load_as(GenerateConfig, "config.yaml", [GPUS, *where]).narrowed(workspace / "out")
+    sampler = load_as(GenerateConfig, "config.yaml", [GPUS, *where]).narrowed(
+        workspace / "out"
+    )
     with pytest.raises(ConfigError, match=r"^rollout\.replicas=0: "):
         check_sampler(sampler)
 
@@ -126,8 +150,13 @@ def test_idle_gpus_are_a_warning_at_the_start(
     """Of those that other jobs on the cluster leave free."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0, "GPU": 3.0})
-    sft = load_as(SftConfig, None, ["run.name=x", "model.path=model", "data.train=train.jsonl", GPUS])
+    sft = load_as(
+        SftConfig, None, ["run.name=x", "model.path=model", "data.train=train.jsonl", GPUS]
+    )
     config, console = load("config.yaml", [GPUS]) if command == "fit" else sft, Listening()
     with ray_session(config, console):
         pass
-    assert any(f"warning: {3 - config.policy.data_parallel} of 3 GPUs" in line for line in console.said)
+    assert any(
+        f"warning: {3 - config.policy.data_parallel} of 3 GPUs" in line
+        for line in console.said
+    )

@@ -20,7 +20,11 @@ from workers.user_code.environments import EnvironmentPool, try_environment
 from workers.user_code.functions import find_class
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
-ENVIRONMENT = ["rollout.environment=guess.py:Guess", "rollout.max_turns=2", 'reward.function=""']
+ENVIRONMENT = [
+    "rollout.environment=guess.py:Guess",
+    "rollout.max_turns=2",
+    'reward.function=""',
+]
 
 
 @pytest.fixture
@@ -42,7 +46,10 @@ def play(packed: bytes, record: dict[str, Any], *turns: str) -> list[Any]:
         pool = EnvironmentPool(packed, timeout_s=10.0)
         try:
             async with pool.episode() as environment:
-                return [await environment.reset(record), *[await environment.step(turn) for turn in turns]]
+                return [
+                    await environment.reset(record),
+                    *[await environment.step(turn) for turn in turns],
+                ]
         finally:
             await pool.stop()
 
@@ -52,7 +59,10 @@ def play(packed: bytes, record: dict[str, Any], *turns: str) -> list[Any]:
 def test_the_pages_example_plays(file: Path) -> None:
     packed = pack_environment("guess.py:Guess")
     answered = try_environment(packed, {"number": 40}, 10.0)
-    assert (answered.opening, answered.observation.reward) == ("Find a number below 100. ", -1.0)
+    assert (answered.opening, answered.observation.reward) == (
+        "Find a number below 100. ",
+        -1.0,
+    )
     opening, first, second, last = play(packed, {"number": 40}, "10", " 50", "40")
     assert opening == "Find a number below 100. "
     assert [first.text, second.text] == ["more", "less"]
@@ -85,7 +95,9 @@ rollout.max_model_tokens=159
 rollout.tools=guess.py
 rollout.reasoning_parser=mine
 """)
-def test_impossible_limits_are_refused(file: Path, named: str, overrides: list[str]) -> None:
+def test_impossible_limits_are_refused(
+    file: Path, named: str, overrides: list[str]
+) -> None:
     with refused(named):
         check(load(file, [*ENVIRONMENT, *overrides]))
 
@@ -98,7 +110,9 @@ ONE_ROW = [
 
 
 @pytest.mark.parametrize("needs", ONE_ROW)
-def test_what_needs_a_sample_in_one_row_keeps_it_so_or_is_refused(file: Path, needs: str) -> None:
+def test_what_needs_a_sample_in_one_row_keeps_it_so_or_is_refused(
+    file: Path, needs: str
+) -> None:
     assert load(file, ENVIRONMENT).history == "template"
     assert load(file, [*ENVIRONMENT, needs]).history == "keep"
     with refused("rollout.history=template"):
@@ -107,7 +121,9 @@ def test_what_needs_a_sample_in_one_row_keeps_it_so_or_is_refused(file: Path, ne
         check(load(file, ["rollout.history=keep"]))  # without turns it has no effect
 
 
-@pytest.mark.parametrize("source", ["def Guess(): pass", "class Guess:\n    def reset(self, record): pass"])
+@pytest.mark.parametrize(
+    "source", ["def Guess(): pass", "class Guess:\n    def reset(self, record): pass"]
+)
 def test_what_is_no_environment_is_refused(tmp_path: Path, source: str) -> None:
     (tmp_path / "guess.py").write_text(source)
     with refused("rollout.environment"):

@@ -34,7 +34,9 @@ from workers.errors import ConfigError
 from workers.model.memory.memory_trace import full_micro_batches
 
 CONFIGURATIONS = [
-    f"launch/{path.name}" for path in sorted(LAUNCH.glob("*.yaml")) if "\npolicy:" in path.read_text()
+    f"launch/{path.name}"
+    for path in sorted(LAUNCH.glob("*.yaml"))
+    if "\npolicy:" in path.read_text()
 ]
 CONFIGURATIONS += ["gsm8k/config.yaml"]
 SMALL = (
@@ -43,7 +45,13 @@ SMALL = (
     "policy.max_tokens_per_micro_batch=8192",
     "model.gradient_checkpointing=full",
 )
-SIZES = {"parameters": 8 * 10**9, "trained": 8 * 10**9, "layers": 32, "hidden": 4096, "kv_bytes": 2**17}
+SIZES = {
+    "parameters": 8 * 10**9,
+    "trained": 8 * 10**9,
+    "layers": 32,
+    "hidden": 4096,
+    "kv_bytes": 2**17,
+}
 EIGHT = Cluster(nodes=1, cpus=64, gpus=8, gpu_gib=80)
 
 
@@ -67,7 +75,9 @@ def eight_gpus(*overrides: str) -> Config:
     return load((), ("run.name=a", "model.path=a", "data.train=a", *gpus, *overrides))
 
 
-def refuse(named: str, config: Config, cluster: Cluster = EIGHT, **roles: dict[str, Any]) -> None:
+def refuse(
+    named: str, config: Config, cluster: Cluster = EIGHT, **roles: dict[str, Any]
+) -> None:
     memory = Memory({"policy": POLICY} | roles)
     with refused(named):
         check_memory(config, memory, host_memory(config, memory, ranks=8), cluster)
@@ -84,23 +94,36 @@ def test_a_pass_has_what_the_other_roles_keep_and_generation_all_of_it() -> None
         "critic.update": {"policy": 12, "critic": 3, "the pass": 7},
         "critic.values": {"policy": 12, "critic": 3, "the pass": 2},
     }
-    lines = memory_lines(config, memory, {"model as it is read": 30.0}, replace(EIGHT, memory_gib=512))
-    assert lines[0] == "policy update: policy 12.0 + critic 3.0 + the pass 20.0 = 35.0 of 72.0 usable"
-    assert lines[4] == "generation: policy 12.0 + critic 3.0 + engine 40.0 = 55.0 of 72.0 usable"
+    lines = memory_lines(
+        config, memory, {"model as it is read": 30.0}, replace(EIGHT, memory_gib=512)
+    )
+    assert (
+        lines[0]
+        == "policy update: policy 12.0 + critic 3.0 + the pass 20.0 = 35.0 of 72.0 usable"
+    )
+    assert (
+        lines[4]
+        == "generation: policy 12.0 + critic 3.0 + engine 40.0 = 55.0 of 72.0 usable"
+    )
     assert lines[6] == "host memory of node 0: model as it is read 30.0 = 30.0 of 512"
     apart = memory_lines(eight_gpus("rollout.placement=apart"), memory, {}, EIGHT)
     assert apart[4] == "generation: engine 72.0 = 72.0 of 72.0 usable"
 
 
 def test_of_the_stages_of_a_pipeline_the_fullest_counts() -> None:
-    stages = [{"states": 5 * GIB, "update": 9 * GIB}, {"states": 2 * GIB, "update": 10 * GIB}]
+    stages = [
+        {"states": 5 * GIB, "update": 9 * GIB},
+        {"states": 2 * GIB, "update": 10 * GIB},
+    ]
     memory = Memory({"policy": POLICY | {"stages": stages}})
     assert memory.passes == {"policy.update": {"policy": 2, "the pass": 8}}
     assert memory.kept == {"policy": 5}
 
 
 def test_an_engine_has_its_share_of_a_gpu_less_half_precision_weights() -> None:
-    engine = Engine.of(eight_gpus("rollout.tensor_parallel=2"), Memory({"policy": POLICY}), 80.0)
+    engine = Engine.of(
+        eight_gpus("rollout.tensor_parallel=2"), Memory({"policy": POLICY}), 80.0
+    )
     assert (engine.share, engine.weights) == (40.0, 8e9 / GIB)
     assert engine.kv_tokens == int((40 * GIB - 8e9) / 2**16)
 
@@ -109,9 +132,19 @@ def test_an_engine_has_its_share_of_a_gpu_less_half_precision_weights() -> None:
     ("overrides", "requests"),
     [
         (("rollout.max_concurrent=300",), 300),
-        (("rollout.max_concurrent=300", "batch.prompts_per_step=320", "rollout.samples_per_prompt=7"), 280),
+        (
+            (
+                "rollout.max_concurrent=300",
+                "batch.prompts_per_step=320",
+                "rollout.samples_per_prompt=7",
+            ),
+            280,
+        ),
         (("rollout.max_concurrent=200",), 0),
-        (("rollout.max_concurrent=300", "batch.prompts_per_step=8"), 0),  # so few of a step's samples
+        (
+            ("rollout.max_concurrent=300", "batch.prompts_per_step=8"),
+            0,
+        ),  # so few of a step's samples
     ],
 )
 def test_more_requests_than_fit_into_an_engines_cache_are_said(
@@ -120,18 +153,29 @@ def test_more_requests_than_fit_into_an_engines_cache_are_said(
     """The cache holds 205,567 tokens, 200 sequences of 1,024."""
     lengths = ("data.max_prompt_tokens=512", "rollout.sampling.max_new_tokens=512")
     many = ("batch.prompts_per_step=512", "rollout.samples_per_prompt=8")
-    lines = memory_lines(eight_gpus(*lengths, *many, *overrides), Memory({"policy": POLICY}), {}, EIGHT)
+    lines = memory_lines(
+        eight_gpus(*lengths, *many, *overrides), Memory({"policy": POLICY}), {}, EIGHT
+    )
     notes = [line for line in lines if line.startswith("note: ")]
     assert bool(notes) == bool(requests)
     if requests:
-        assert f"up to {requests} requests" in notes[0] and "holds 200 of the longest" in notes[0]
+        assert (
+            f"up to {requests} requests" in notes[0]
+            and "holds 200 of the longest" in notes[0]
+        )
 
 
 def test_what_does_not_fit_says_what_to_change() -> None:
     tight = replace(EIGHT, gpu_gib=20.0)
     refuse("lower policy.max_tokens_per_micro_batch", eight_gpus(), tight)
-    refuse("model.gradient_checkpointing=auto", eight_gpus("model.gradient_checkpointing=none"), tight)
-    refuse("policy.cpu_offload=optimizer", eight_gpus(), policy=of_role(states=60, update=75))
+    refuse(
+        "model.gradient_checkpointing=auto",
+        eight_gpus("model.gradient_checkpointing=none"),
+        tight,
+    )
+    refuse(
+        "policy.cpu_offload=optimizer", eight_gpus(), policy=of_role(states=60, update=75)
+    )
     refuse(
         "policy.cpu_offload=all",
         eight_gpus("policy.cpu_offload=optimizer"),
@@ -139,10 +183,23 @@ def test_what_does_not_fit_says_what_to_change() -> None:
     )
     scorer = {"reward_model": of_role(states=65, scores=70)}
     refuse("reward.model.cpu_offload=true", eight_gpus(), **scorer)
-    taught = eight_gpus("algorithm.loss.distillation.coefficient=1", "teacher.paths={math: a, code: a}")
-    refuse("teacher.cpu_offload=true", taught, **{"teacher math": of_role(states=65, log_probs=70)})
-    refuse("lower teacher.forward_max", taught, **{"teacher math": of_role(states=5, log_probs=70)})
-    refuse("rollout.gpu_memory_utilization=0.1", eight_gpus("rollout.gpu_memory_utilization=0.1"))
+    taught = eight_gpus(
+        "algorithm.loss.distillation.coefficient=1", "teacher.paths={math: a, code: a}"
+    )
+    refuse(
+        "teacher.cpu_offload=true",
+        taught,
+        **{"teacher math": of_role(states=65, log_probs=70)},
+    )
+    refuse(
+        "lower teacher.forward_max",
+        taught,
+        **{"teacher math": of_role(states=5, log_probs=70)},
+    )
+    refuse(
+        "rollout.gpu_memory_utilization=0.1",
+        eight_gpus("rollout.gpu_memory_utilization=0.1"),
+    )
     refuse("generation needs 64.0 GiB", eight_gpus("rollout.gpu_memory_utilization=0.8"))
     refuse("node 0 needs", eight_gpus(), replace(EIGHT, memory_gib=20.0))
 
@@ -189,31 +246,48 @@ def test_settings_with_smaller_states_are_named_unless_they_are_set(
     ],
 )
 def test_auto_recomputes_as_little_as_fits(
-    monkeypatch: pytest.MonkeyPatch, gpu_gib: float, overrides: tuple[str, ...], expected: tuple[str, int]
+    monkeypatch: pytest.MonkeyPatch,
+    gpu_gib: float,
+    overrides: tuple[str, ...],
+    expected: tuple[str, int],
 ) -> None:
     needed = {"none": 71.9, "selective": 40.0, "full": 20.0}
 
     def traced(config: Config, layers: tuple[int, ...]) -> Memory:
         policy = of_role(states=0, update=needed[config.model.gradient_checkpointing])
-        critic = {"critic": policy | {"sizes": SIZES | {"layers": 8}}} if "critic" in overrides else {}
+        critic = (
+            {"critic": policy | {"sizes": SIZES | {"layers": 8}}}
+            if "critic" in overrides
+            else {}
+        )
         return Memory({"policy": policy} | critic)
 
     monkeypatch.setattr("controller.preflight.memory._measure", traced)
     given = [each for each in overrides if "=" in each]
-    fitted = fit_checkpointing(eight_gpus("model.gradient_checkpointing=auto", *given), gpu_gib)
-    assert (fitted.model.gradient_checkpointing, fitted.model.recompute_num_layers) == expected
+    fitted = fit_checkpointing(
+        eight_gpus("model.gradient_checkpointing=auto", *given), gpu_gib
+    )
+    assert (
+        fitted.model.gradient_checkpointing,
+        fitted.model.recompute_num_layers,
+    ) == expected
     (needs, *_) = (sum(parts.values()) for parts in measure(fitted).passes.values())
     assert needs <= 0.9 * gpu_gib or expected == ("full", 0) or not gpu_gib
 
 
 @pytest.mark.parametrize(
-    ("gpu_gib", "fits"), [(80.0, "yes (memory of a GPU: 52.0 of 72.0"), (20.0, "no (memory of a GPU")]
+    ("gpu_gib", "fits"),
+    [(80.0, "yes (memory of a GPU: 52.0 of 72.0"), (20.0, "no (memory of a GPU")],
 )
 def test_the_page_of_a_cluster_says_whether_the_run_fits(
-    gpu_gib: float, fits: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_gib: float,
+    fits: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "controller.preflight.describe_cluster.measure", lambda config: Memory({"policy": POLICY})
+        "controller.preflight.describe_cluster.measure",
+        lambda config: Memory({"policy": POLICY}),
     )
     with nullcontext() if fits.startswith("yes") else refused("training needs about"):
         print_cluster(eight_gpus(), replace(EIGHT, gpu_gib=gpu_gib), Page())
@@ -221,16 +295,24 @@ def test_the_page_of_a_cluster_says_whether_the_run_fits(
 
 
 def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
-    memory = Memory({"policy": POLICY, "reference": of_role(2 * 10**9, states=1, log_probs=2)})
+    memory = Memory(
+        {"policy": POLICY, "reference": of_role(2 * 10**9, states=1, log_probs=2)}
+    )
     billion = 10**9 / GIB
     read = {"model as it is read": pytest.approx(32 * billion)}
     assert host_memory(eight_gpus(), memory, ranks=8) == read | {"sleeping engines": 8.0}
-    assert host_memory(eight_gpus("rollout.enforce_eager=true"), memory, ranks=8) == read | {
-        "sleeping engines": 2.0
-    }
+    assert host_memory(
+        eight_gpus("rollout.enforce_eager=true"), memory, ranks=8
+    ) == read | {"sleeping engines": 2.0}
     assert host_memory(eight_gpus("rollout.placement=apart"), memory, ranks=8) == read
-    offload = ("policy.cpu_offload=all", "reference.cpu_offload=true", "run.checkpoint_every=10")
-    config = eight_gpus(*offload, "policy.parallel.replicate=2", "model.activation_offload=true")
+    offload = (
+        "policy.cpu_offload=all",
+        "reference.cpu_offload=true",
+        "run.checkpoint_every=10",
+    )
+    config = eight_gpus(
+        *offload, "policy.parallel.replicate=2", "model.activation_offload=true"
+    )
     assert host_memory(config, memory, ranks=4) == pytest.approx(
         {
             "model as it is read": 32 * billion,
@@ -238,11 +320,17 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
             "reference": 4 * 2 * billion,
             "checkpoint": 12 * 8 * billion + 4,
             "sleeping engines": 4.0,
-            "activations": 4 * 2 * 4096 * 32 * config.policy.max_tokens_per_micro_batch / GIB,
+            "activations": 4
+            * 2
+            * 4096
+            * 32
+            * config.policy.max_tokens_per_micro_batch
+            / GIB,
         }
     )
     assert (
-        host_memory(eight_gpus("policy.cpu_offload=optimizer"), memory, ranks=8)["policy"] == 8 * 8 * billion
+        host_memory(eight_gpus("policy.cpu_offload=optimizer"), memory, ranks=8)["policy"]
+        == 8 * 8 * billion
     )
 
 
@@ -256,17 +344,25 @@ def test_host_memory_has_offloaded_states_and_weights_in_their_types() -> None:
     assert parts["policy"] == pytest.approx((4 + 4 + 4) * 8 * billion)
     assert parts["checkpoint"] == pytest.approx((4 + 4) * 8 * billion + 8)
     adapters = {"trained": 10**9, "weight_bytes": int(0.53 * 8 * 10**9)}
-    lora = ("model.lora.rank=8", "model.base_dtype=nf4", "policy.optimizer.state_dtype=int8")
+    lora = (
+        "model.lora.rank=8",
+        "model.base_dtype=nf4",
+        "policy.optimizer.state_dtype=int8",
+    )
     memory = Memory({"policy": policy | {"sizes": policy["sizes"] | adapters}})
     parts = host_memory(eight_gpus(*offload, *lora), memory, ranks=8)
     assert parts["policy"] == pytest.approx((0.53 * 8 + 4 + 2.01) * billion)
 
 
 def small(*overrides: str) -> Config:
-    return load(Path("config.yaml"), (*SMALL, "model.path=Qwen/Qwen2.5-0.5B-Instruct", *overrides))
+    return load(
+        Path("config.yaml"), (*SMALL, "model.path=Qwen/Qwen2.5-0.5B-Instruct", *overrides)
+    )
 
 
-def gib_of(config: Config, name: str = "policy.update", layers: tuple[int, ...] = (3, 4)) -> float:
+def gib_of(
+    config: Config, name: str = "policy.update", layers: tuple[int, ...] = (3, 4)
+) -> float:
     memory = measure(config, layers)
     assert not memory.problem
     return sum(memory.passes[name].values())
@@ -284,27 +380,49 @@ def test_a_dry_run_measures_every_role_once(
     write_model(workspace / "scorer", architectures=["Qwen2ForSequenceClassification"])
     roles = ["algorithm.advantage=gae", "reward.model.path=scorer", "resources.device=auto"]
     arguments = ["--config", "config.yaml", *roles, "--dry-run", "--cluster"]
-    assert main([*arguments, "nodes=1,gpus=2,gpu_gib=80,cpus=8"]) == 0, capsys.readouterr().err
-    page = capsys.readouterr().out.partition("== memory, measured on a simulated GPU; GiB ==\n")[2]
+    assert main([*arguments, "nodes=1,gpus=2,gpu_gib=80,cpus=8"]) == 0, (
+        capsys.readouterr().err
+    )
+    page = capsys.readouterr().out.partition(
+        "== memory, measured on a simulated GPU; GiB ==\n"
+    )[2]
     lines = [line for line in page.splitlines() if "measuring" not in line]
-    passes = ["policy update", "policy log probs", "critic update", "critic values", "reward model scores"]
+    passes = [
+        "policy update",
+        "policy log probs",
+        "critic update",
+        "critic values",
+        "reward model scores",
+    ]
     assert [line.partition(":")[0] for line in lines[1:6]] == passes
     (kept,) = (workspace / "cache").rglob("*.json")
     for role in json.loads(kept.read_text()).values():
         states = (4 * role["sizes"]["parameters"] + 8 * role["sizes"]["trained"]) / 2
         assert role["stages"][0]["states"] == pytest.approx(states, rel=0.01)
-    monkeypatch.setattr("controller.config.cached_process.sys", SimpleNamespace(executable="/no/python"))
+    monkeypatch.setattr(
+        "controller.config.cached_process.sys", SimpleNamespace(executable="/no/python")
+    )
     assert main([*arguments, "nodes=1,gpus=2,gpu_gib=0.001,cpus=8"]) == 2
     assert "training needs about" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # two measurements of 15 CPU s. test_a_dry_run_measures_every_role_once has one
-def test_an_update_holds_what_distillation_adds(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_holds_what_distillation_adds(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over the vocabulary: the teacher's output layer, and rows of logits of both models."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
-    given = ("resources.device=cuda", "teacher.path=model", "algorithm.loss.distillation.coefficient=1")
-    chosen = [f"algorithm.loss.distillation.over={over}" for over in ("token", "vocabulary")]
-    found = [measure(load(Path("config.yaml"), (*given, over)), layers=(4,)) for over in chosen]
+    given = (
+        "resources.device=cuda",
+        "teacher.path=model",
+        "algorithm.loss.distillation.coefficient=1",
+    )
+    chosen = [
+        f"algorithm.loss.distillation.over={over}" for over in ("token", "vocabulary")
+    ]
+    found = [
+        measure(load(Path("config.yaml"), (*given, over)), layers=(4,)) for over in chosen
+    ]
     assert [memory.problem for memory in found] == ["", ""]
     token, vocabulary = (memory.passes["policy.update"]["the pass"] for memory in found)
     text = json.loads((workspace / "model" / "config.json").read_text())
@@ -319,10 +437,16 @@ def test_what_is_not_measured_says_why(
     arguments = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
     assert main([*arguments, "--no-measure"]) == 2
     assert "Add --dry-run --cluster" in capsys.readouterr().err
-    assert main([*arguments, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"]) == 0
+    assert (
+        main([*arguments, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"])
+        == 0
+    )
     assert "\nnot measured: --no-measure\n" in capsys.readouterr().out
     memory = Memory({"policy": {"sizes": SIZES, "problem": "no"}}, "policy: no")
-    assert memory_lines(eight_gpus(), memory, {}, EIGHT)[0] == "training was not measured: policy: no"
+    assert (
+        memory_lines(eight_gpus(), memory, {}, EIGHT)[0]
+        == "training was not measured: policy: no"
+    )
 
 
 def test_a_measuring_process_that_ends_is_no_refusal(
@@ -330,7 +454,9 @@ def test_a_measuring_process_that_ends_is_no_refusal(
 ) -> None:
     (workspace / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
     (workspace / "python").chmod(0o755)
-    monkeypatch.setattr("controller.config.cached_process.sys.executable", str(workspace / "python"))
+    monkeypatch.setattr(
+        "controller.config.cached_process.sys.executable", str(workspace / "python")
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     memory = measure(load(Path("config.yaml"), ("resources.device=cuda",)))
     assert memory == Memory({}, "the measuring process ended with 1: no such module")
@@ -340,9 +466,13 @@ def test_a_measuring_process_that_ends_is_no_refusal(
 def test_no_two_sequences_that_are_measured_begin_alike() -> None:
     """What they share would be computed, and measured, once."""
     sequences, micro_batches = full_micro_batches(1024, 16, 32_000, 2, padded=False)
-    assert [int(sequences.lengths[start:stop].sum()) for start, stop in micro_batches] == [1024, 1024]
+    assert [int(sequences.lengths[start:stop].sum()) for start, stop in micro_batches] == [
+        1024,
+        1024,
+    ]
     beginnings = {
-        tuple(row[:2].tolist()) for row in sequences.tokens["input_ids"].split(sequences.lengths.tolist())
+        tuple(row[:2].tolist())
+        for row in sequences.tokens["input_ids"].split(sequences.lengths.tolist())
     }
     assert len(beginnings) == len(sequences) == 128
 
@@ -354,18 +484,30 @@ def test_the_page_on_placement_has_the_figures_of_the_examples(
 ) -> None:
     page = (LAUNCH.parents[1] / "docs" / "placement.md").read_text()
     (section,) = [
-        part for part in page.partition("| file | pass |")[2].split("| `examples/") if part.startswith(path)
+        part
+        for part in page.partition("| file | pass |")[2].split("| `examples/")
+        if part.startswith(path)
     ]
     memory = measure(load(Path("examples", path), ("resources.device=cuda",)))
     for name, parts in memory.passes.items():
-        assert f"| {name.replace('_', ' ').replace('.', ' ')} | {sum(parts.values()):.1f} |" in section
+        assert (
+            f"| {name.replace('_', ' ').replace('.', ' ')} | {sum(parts.values()):.1f} |"
+            in section
+        )
 
 
 @pytest.mark.slow  # tests/workers/model/test_exactness.py has the reductions
-def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documentation_workspace: Path) -> None:
+def test_whole_gradients_are_measured_where_their_reduction_is_put_off(
+    documentation_workspace: Path,
+) -> None:
     """4 bytes a parameter more, less the shards; the failure that a reduction in every micro-step mends."""
     each, last = (
-        gib_of(small("policy.data_parallel=8", f"policy.parallel.defer_gradient_reduction={deferred}"))
+        gib_of(
+            small(
+                "policy.data_parallel=8",
+                f"policy.parallel.defer_gradient_reduction={deferred}",
+            )
+        )
         for deferred in (False, True)
     )
     assert last - each == pytest.approx(4 * 494_032_768 / GIB * 7 / 8, rel=0.35)
@@ -396,7 +538,13 @@ def test_one_gpu_frees_the_casts_of_each_layer(documentation_workspace: Path) ->
             ),
             0.3,
         ),
-        (("policy.parallel.context_parallel=4", "policy.parallel.context_parallel_method=ring"), 0.3),
+        (
+            (
+                "policy.parallel.context_parallel=4",
+                "policy.parallel.context_parallel_method=ring",
+            ),
+            0.3,
+        ),
         (("policy.reshard_after_forward=false",), 1.01),
         (("model.gradient_checkpointing=none",), 1.5),
         (("model.gradient_checkpointing=selective", "model.compile=never"), 1.2),
@@ -416,7 +564,8 @@ def test_every_layout_is_measured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides", ["model.lora.rank=16", "policy.cpu_offload=optimizer", "policy.cpu_offload=all"]
+    "overrides",
+    ["model.lora.rank=16", "policy.cpu_offload=optimizer", "policy.cpu_offload=all"],
 )
 def test_less_is_kept_on_a_gpu(documentation_workspace: Path, overrides: str) -> None:
     memory, plain = (
@@ -424,13 +573,21 @@ def test_less_is_kept_on_a_gpu(documentation_workspace: Path, overrides: str) ->
         measure(small("policy.data_parallel=4")),
     )
     assert memory.kept.get("policy", 0.0) < 0.4 * plain.kept["policy"]
-    assert sum(memory.passes["policy.update"].values()) < sum(plain.passes["policy.update"].values())
+    assert sum(memory.passes["policy.update"].values()) < sum(
+        plain.passes["policy.update"].values()
+    )
 
 
 @pytest.mark.slow
-def test_low_bit_weights_are_counted_as_a_gpu_holds_them(documentation_workspace: Path) -> None:
+def test_low_bit_weights_are_counted_as_a_gpu_holds_them(
+    documentation_workspace: Path,
+) -> None:
     """The host's memory takes this count where weights are offloaded."""
-    low_bit = ("model.lora.rank=16", "model.base_dtype=nf4", "policy.optimizer.state_dtype=int8")
+    low_bit = (
+        "model.lora.rank=16",
+        "model.base_dtype=nf4",
+        "policy.optimizer.state_dtype=int8",
+    )
     memory = measure(small("policy.data_parallel=1", *low_bit))
     assert not memory.problem
     sizes = memory.roles["policy"]["sizes"]
@@ -440,12 +597,16 @@ def test_low_bit_weights_are_counted_as_a_gpu_holds_them(documentation_workspace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "fewest", "most"), [("sgd", 7.9, 8.1), ("muon", 8.5, 9.5)])
+@pytest.mark.parametrize(
+    ("name", "fewest", "most"), [("sgd", 7.9, 8.1), ("muon", 8.5, 9.5)]
+)
 def test_an_optimizer_keeps_its_own_state(
     documentation_workspace: Path, name: str, fewest: float, most: float
 ) -> None:
     """Bytes a parameter with the weights. Muon keeps AdamW's for the embedding, a quarter of this model."""
-    policy = measure(small("policy.data_parallel=4", f"policy.optimizer.name={name}")).roles["policy"]
+    policy = measure(
+        small("policy.data_parallel=4", f"policy.optimizer.name={name}")
+    ).roles["policy"]
     assert fewest < 4 * policy["stages"][0]["states"] / policy["sizes"]["trained"] < most
 
 
@@ -453,7 +614,12 @@ def test_an_optimizer_keeps_its_own_state(
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json of a mixture of experts without weights."""
     folder = tmp_path_factory.mktemp("experts")
-    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 32_000}
+    sizes = {
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "vocab_size": 32_000,
+    }
     config = Qwen3MoeConfig(
         num_experts=16, num_experts_per_tok=4, num_attention_heads=16, head_dim=64, **sizes
     )
@@ -467,8 +633,13 @@ def test_shared_experts_are_measured(
     documentation_workspace: Path, experts: Path, tensor: int, expert: int
 ) -> None:
     """States are divided by all ranks, whoever computes an expert."""
-    shared = (f"policy.parallel.tensor_parallel={tensor}", f"policy.parallel.expert_parallel={expert}")
-    memory = measure(small(*shared, f"policy.data_parallel={4 // tensor}", f"model.path={experts}"))
+    shared = (
+        f"policy.parallel.tensor_parallel={tensor}",
+        f"policy.parallel.expert_parallel={expert}",
+    )
+    memory = measure(
+        small(*shared, f"policy.data_parallel={4 // tensor}", f"model.path={experts}")
+    )
     parameters = memory.roles["policy"]["sizes"]["parameters"]
     assert memory.kept["policy"] == pytest.approx(12 * parameters / 4 / GIB, rel=0.01)
     assert sum(memory.passes["policy.update"].values()) > memory.kept["policy"]
@@ -495,7 +666,9 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(
 
 
 @pytest.mark.slow
-def test_degrees_by_micro_step_need_the_memory_of_the_largest(documentation_workspace: Path) -> None:
+def test_degrees_by_micro_step_need_the_memory_of_the_largest(
+    documentation_workspace: Path,
+) -> None:
     shared = ("policy.parallel.context_parallel=2", "policy.data_parallel=4")
     fixed, chosen = (
         gib_of(small(*shared, f"policy.parallel.context_parallel_degree={degree}"))
@@ -507,5 +680,7 @@ def test_degrees_by_micro_step_need_the_memory_of_the_largest(documentation_work
 @pytest.mark.slow
 def test_a_few_layers_tell_of_all(documentation_workspace: Path) -> None:
     config = small("policy.data_parallel=8")
-    few, every = (measure(config, layers).roles["policy"]["stages"] for layers in ((3, 4), (23, 24)))
+    few, every = (
+        measure(config, layers).roles["policy"]["stages"] for layers in ((3, 4), (23, 24))
+    )
     assert few[0] == pytest.approx(every[0], rel=0.01)

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from controller import preferences, reward_model, sft
-from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.offline import (
+    OfflineConfig,
+    PreferencesConfig,
+    RewardTrainingConfig,
+    SftConfig,
+)
 from controller.config.schema import load_as
 from controller.lifecycle.model_checks import check_models
 from controller.preflight.offline_checks import check_offline
@@ -16,12 +21,29 @@ from tests.refusals import refused, refused_rows
 
 @pytest.fixture(autouse=True)
 def settings_file(workspace: Path) -> None:
-    (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
+    (workspace / "mine.yaml").write_text(
+        "model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n"
+    )
 
 
-MAINS = {"sft": sft.main, "preferences": preferences.main, "reward_model": reward_model.main}
-DRY_RUN = ["--config", "mine.yaml", "--dry-run", "policy.data_parallel=2", "resources.device=cpu"]
-GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "resources.device=cpu"]
+MAINS = {
+    "sft": sft.main,
+    "preferences": preferences.main,
+    "reward_model": reward_model.main,
+}
+DRY_RUN = [
+    "--config",
+    "mine.yaml",
+    "--dry-run",
+    "policy.data_parallel=2",
+    "resources.device=cpu",
+]
+GIVEN = [
+    "model.path=model",
+    "data.train=train.jsonl",
+    "data.max_tokens=96",
+    "resources.device=cpu",
+]
 
 
 def check_refused(schema: type[OfflineConfig], named: str, overrides: list[str]) -> None:
@@ -47,7 +69,9 @@ validation.every=3
 loss.constant_length loss.aggregation=sequence_mean_token_sum_norm
 rollout.replicas=1
 """)
-def test_what_sft_cannot_be_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+def test_what_sft_cannot_be_is_refused(
+    workspace: Path, named: str, overrides: list[str]
+) -> None:
     check_refused(SftConfig, named, overrides)
 
 
@@ -57,7 +81,9 @@ reference.path=model loss.name=simpo
 reference.forward_max_tokens_per_micro_batch=64
 policy.parallel.context_parallel=3
 """)
-def test_what_preferences_cannot_be_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+def test_what_preferences_cannot_be_is_refused(
+    workspace: Path, named: str, overrides: list[str]
+) -> None:
     check_refused(PreferencesConfig, named, overrides)
 
 
@@ -69,7 +95,9 @@ policy.forward_max_tokens_per_micro_batch=96 loss.name=regression
 model.lora.rank=4
 policy.parallel.tensor_parallel=2 policy.data_parallel=1
 """)
-def test_what_a_reward_model_cannot_be_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+def test_what_a_reward_model_cannot_be_is_refused(
+    workspace: Path, named: str, overrides: list[str]
+) -> None:
     check_refused(RewardTrainingConfig, named, overrides)
 
 
@@ -109,8 +137,13 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
 def test_a_dry_run_looks_into_every_record(
     workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = [{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}, {"prompt": "1+1="}]
-    (workspace / "given.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [
+        {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1="},
+    ]
+    (workspace / "given.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     assert MAINS[command]([*DRY_RUN, "data.train=given.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("error: given.jsonl record 2 has ")
 
@@ -129,13 +162,22 @@ def test_settings_and_wrong_options_of_the_command(
 @pytest.mark.parametrize("command", ["sft", "preferences"])
 @pytest.mark.parametrize(
     ("template", "message"),
-    [("{{ raise_exception('no user may speak') }}", "no user may speak"), ("", "has no chat template")],
+    [
+        ("{{ raise_exception('no user may speak') }}", "no user may speak"),
+        ("", "has no chat template"),
+    ],
     ids=["raises", "none"],
 )
 def test_a_dry_run_tries_the_chat_template_on_whole_conversations(
-    workspace: Path, command: str, template: str, message: str, capsys: pytest.CaptureFixture[str]
+    workspace: Path,
+    command: str,
+    template: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (workspace / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (workspace / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template})
+    )
     record = {
         "prompt": [{"role": "user", "content": "1+1="}],
         "response": "2",
@@ -143,7 +185,11 @@ def test_a_dry_run_tries_the_chat_template_on_whole_conversations(
         "rejected": "3",
     }
     (workspace / "train.jsonl").write_text(json.dumps(record))
-    (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
-    assert MAINS[command](["--config", "mine.yaml", "--dry-run", "resources.device=cpu"]) == 2
+    (workspace / "mine.yaml").write_text(
+        "model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n"
+    )
+    assert (
+        MAINS[command](["--config", "mine.yaml", "--dry-run", "resources.device=cpu"]) == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -28,7 +28,10 @@ FACTS: dict[str, set[str]] = {
 
 
 def titles_of(text: str) -> list[str]:
-    return [re.split(r"[,:]", title)[0] for title in re.findall(r"^== (.*) ==$", text, re.MULTILINE)]
+    return [
+        re.split(r"[,:]", title)[0]
+        for title in re.findall(r"^== (.*) ==$", text, re.MULTILINE)
+    ]
 
 
 def lines_of(text: str) -> list[str]:
@@ -54,7 +57,9 @@ def test_every_printed_section_has_its_key_and_its_lines(
     name: str, workspace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first case waits for torch, which a dry run imports to compare numerics."""
-    (workspace / "sft.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    (workspace / "sft.jsonl").write_text(
+        json.dumps({"prompt": "1+1=", "response": "2"}) + "\n"
+    )
     (workspace / "sft.yaml").write_text(SFT_SETTINGS)
     main, arguments = CASES[name]
     command = [*arguments, "--dry-run"]
@@ -64,7 +69,9 @@ def test_every_printed_section_has_its_key_and_its_lines(
     document = json.loads(capfd.readouterr().out)
     assert (document.pop("exit_code"), document.pop("errors")) == (0, [])
     assert list(document) == titles_of(text)
-    assert [line for section in document.values() for line in section["lines"] if line] == lines_of(text)
+    assert [
+        line for section in document.values() for line in section["lines"] if line
+    ] == lines_of(text)
     for name, section in document.items():
         assert FACTS[name] <= section.keys(), name
     assert document["placement"]["reserved"]["CPU"] > 0
@@ -83,7 +90,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def test_a_refused_configuration_is_an_object_of_every_command(
     name: str, workspace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (workspace / "small.yaml").write_text("model: {path: model}\nresources: {device: cpu}\n")
+    (workspace / "small.yaml").write_text(
+        "model: {path: model}\nresources: {device: cpu}\n"
+    )
     overrides = ["data.train=gone.jsonl", "policy.optimizer.warmup_steps=-1"]
     for word in overrides:
         arguments = ["--config", "small.yaml", "--dry-run", "--json", word]
@@ -97,7 +106,9 @@ def test_a_refused_configuration_is_an_object_of_every_command(
         assert word.partition("=")[0] in [error["setting"] for error in document["errors"]]
 
 
-def test_json_without_a_dry_run_is_refused(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_without_a_dry_run_is_refused(
+    workspace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert fit.main(["--config", "config.yaml", "--json"]) == 2
     (error,) = json.loads(capfd.readouterr().out)["errors"]
     assert (error["setting"], error["fix"]) == ("--json", "Add --dry-run")
@@ -108,7 +119,13 @@ def test_json_without_a_dry_run_is_refused(workspace: Path, capfd: pytest.Captur
     [
         ("a.b=1: too small. Raise it.", None, None, "a.b=1: too small", "Raise it"),
         ("run.dir=a: b: full. Make room.", "run.dir", "a", "b: full", "Make room"),
-        ("run.steps=-1: must be at least 0.", "run.steps", "-1", "must be at least 0", None),
+        (
+            "run.steps=-1: must be at least 0.",
+            "run.steps",
+            "-1",
+            "must be at least 0",
+            None,
+        ),
         ("data.train must be set.", "data.train", None, "must be set", None),
         (
             "policy.data_parallel=9 is more than 8. Lower it.",
@@ -125,7 +142,13 @@ def test_json_without_a_dry_run_is_refused(workspace: Path, capfd: pytest.Captur
             "Mend it",
         ),
         ("--step=9: no samples. Give 1.", "--step", "9", "no samples", "Give 1"),
-        ("train.jsonl:3: not JSON. Mend it.", None, None, "train.jsonl:3: not JSON", "Mend it"),
+        (
+            "train.jsonl:3: not JSON. Mend it.",
+            None,
+            None,
+            "train.jsonl:3: not JSON",
+            "Mend it",
+        ),
         ("runs/a: in use.", None, None, "runs/a: in use", None),
     ],
 )

@@ -38,7 +38,11 @@ def refusals(overrides: list[str]) -> list[str]:
     with pytest.raises(BallastError) as caught:
         check(load("config.yaml", overrides))
     error = caught.value
-    return list(map(str, error.errors)) if isinstance(error, CombinedConfigError) else [str(error)]
+    return (
+        list(map(str, error.errors))
+        if isinstance(error, CombinedConfigError)
+        else [str(error)]
+    )
 
 
 FAULTS = {
@@ -50,9 +54,20 @@ FAULTS = {
         "reference.path=lost algorithm.loss.kl_coefficient=0.1",
         "model.chat_template=none",
     ),
-    "data": ("data.train=gone.jsonl", "data.validation=lost.jsonl", "data.curriculum=none.py:order"),
-    "functions": ("run.metrics=none.py:f", "reward.shaping=gone.py:f", "algorithm.group_filter=lost.py:f"),
-    "sampling": ("rollout.sampling.bad_words=['']", "validation.sampling.min_new_tokens=500"),
+    "data": (
+        "data.train=gone.jsonl",
+        "data.validation=lost.jsonl",
+        "data.curriculum=none.py:order",
+    ),
+    "functions": (
+        "run.metrics=none.py:f",
+        "reward.shaping=gone.py:f",
+        "algorithm.group_filter=lost.py:f",
+    ),
+    "sampling": (
+        "rollout.sampling.bad_words=['']",
+        "validation.sampling.min_new_tokens=500",
+    ),
     "episodes": (
         "rollout.environment=none.py:Game rollout.max_turns=2",
         "rollout.tool_parser=none",
@@ -61,7 +76,8 @@ FAULTS = {
         "rollout.max_episode_tokens=8",
     ),
     "players": (
-        "rollout.environment=none.py:Game rollout.max_turns=2 rollout.max_episode_tokens=96",  # and tools play it too
+        # and tools play it too
+        "rollout.environment=none.py:Game rollout.max_turns=2 rollout.max_episode_tokens=96",
         "rollout.tools=gone.py",
         "reward.function=lost.py:reward",
     ),
@@ -90,7 +106,8 @@ def test_each_independent_fault_of_a_check_has_its_line(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(
-        "controller.preflight.tracker_checks._is_installed", lambda package: package == "tensorboard"
+        "controller.preflight.tracker_checks._is_installed",
+        lambda package: package == "tensorboard",
     )
     lines = refusals([override for fault in faults for override in fault.split()])
     assert len(lines) == len(faults), lines
@@ -100,9 +117,7 @@ def test_each_independent_fault_of_a_check_has_its_line(
 
 
 def test_each_reward_function_has_its_line_before_it_is_imported(workspace: Path) -> None:
-    functions = (
-        "reward.functions={'trl.py:first': 1, 'trl.py:second': 1, 'none.py:third': 1, 'wrong.py:reward': 1}"
-    )
+    functions = "reward.functions={'trl.py:first': 1, 'trl.py:second': 1, 'none.py:third': 1, 'wrong.py:reward': 1}"
     lines = refusals([functions, "reward.function=''"])
     assert len(lines) == 3, lines
     for function in ("trl.py:first", "trl.py:second", "none.py:third"):
@@ -117,7 +132,13 @@ def test_faults_of_an_offline_run_come_together(workspace: Path) -> None:
         "policy.optimizer.warmup_steps=99",
     ]
     with pytest.raises(CombinedConfigError) as caught:
-        check_offline(read(SftConfig, [], [*wrong, "run.steps=5", "resources.device=cpu", "run.name=sft"]))
+        check_offline(
+            read(
+                SftConfig,
+                [],
+                [*wrong, "run.steps=5", "resources.device=cpu", "run.name=sft"],
+            )
+        )
     assert len(caught.value.errors) == len(wrong), caught.value
 
 
@@ -146,9 +167,22 @@ def test_code_data_and_model_are_wrong_and_two_rounds_name_all(
     rounds = []
     while True:
         arguments = [f"{key}={value}" for key, value in config.items()]
-        code = main(["--config", "config.yaml", "--dry-run", "algorithm.loss.name=custom", *arguments])
+        code = main(
+            [
+                "--config",
+                "config.yaml",
+                "--dry-run",
+                "algorithm.loss.name=custom",
+                *arguments,
+            ]
+        )
         lines = capsys.readouterr().err.splitlines()
-        named = {key for key in config for line in lines if re.match(rf"error: .*?{re.escape(key)}\b", line)}
+        named = {
+            key
+            for key in config
+            for line in lines
+            if re.match(rf"error: .*?{re.escape(key)}\b", line)
+        }
         if code == 0:
             break
         wrong = {key for key in named if config[key] != right[key]}

@@ -12,7 +12,11 @@ from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused
 from tests.workers.sandbox.conftest import needs_bubblewrap
 
-AGENT = ["rollout.agent_command=python3 agent.py", "rollout.max_turns=2", 'reward.function=""']
+AGENT = [
+    "rollout.agent_command=python3 agent.py",
+    "rollout.max_turns=2",
+    'reward.function=""',
+]
 KIND = "rollout.sandbox.kind"
 
 
@@ -33,7 +37,8 @@ def test_a_sandbox_without_code_to_run_in_it_is_named(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["chroot", "docker", "docker:tests/image", "bubblewrap:/nowhere", "bubblewrap", "e2b"]
+    "kind",
+    ["chroot", "docker", "docker:tests/image", "bubblewrap:/nowhere", "bubblewrap", "e2b"],
 )
 def test_what_cannot_be_made_here_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
@@ -54,6 +59,9 @@ def test_a_dry_run_tries_the_sandbox_and_names_its_limits(file: Path) -> None:
     config = load(file, settings)
     check(config)
     lines = "\n".join(tried_lines(config, try_inputs(config)))
-    assert "bubblewrap: a sandbox for each sample, 1 CPUs, 0.5 GiB, 64 processes, no network" in lines
+    assert (
+        "bubblewrap: a sandbox for each sample, 1 CPUs, 0.5 GiB, 64 processes, no network"
+        in lines
+    )
     with refused("rollout.sandbox.network=true"):
         check(load(file, [*settings, "rollout.sandbox.network=true"]))

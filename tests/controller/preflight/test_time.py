@@ -36,7 +36,9 @@ def described() -> tuple[Config, Cluster]:
 def test_a_card_has_its_figures_unless_others_are_given() -> None:
     assert parse_cluster(H100S) == Cluster(nodes=8, gpus=8, cpus=96, gpu_gib=80, gpu="H100")
     assert machine_of(parse_cluster(H100S)).tflops == 989.4
-    own = machine_of(parse_cluster("nodes=1,gpus=8,gpu=custom,gpu_gib=96,tflops=400,bandwidth=2000"))
+    own = machine_of(
+        parse_cluster("nodes=1,gpus=8,gpu=custom,gpu_gib=96,tflops=400,bandwidth=2000")
+    )
     assert (own.gib, own.tflops, own.bandwidth) == (96, 400, 2000)
     with refused("--cluster: gpu=T4: unknown. Use H100"):
         parse_cluster("nodes=1,gpus=8,gpu=T4")
@@ -44,7 +46,13 @@ def test_a_card_has_its_figures_unless_others_are_given() -> None:
 
 def test_a_layout_is_that_of_the_configuration() -> None:
     layout = layout_of(*described())
-    assert (layout.dp, layout.cp, layout.ranks, layout.engines, layout.engine_tp) == (16, 2, 32, 8, 4)
+    assert (layout.dp, layout.cp, layout.ranks, layout.engines, layout.engine_tp) == (
+        16,
+        2,
+        32,
+        8,
+        4,
+    )
     assert (layout.gpus, layout.placement, layout.recomputed) == (64, "apart", 1.0)
     assert layout.engine_gib == pytest.approx(0.85 * 80)
     assert shape_of(described()[0]).parameters == pytest.approx(32.8e9, rel=0.01)
@@ -52,7 +60,9 @@ def test_a_layout_is_that_of_the_configuration() -> None:
 
 def test_a_workload_has_the_steps_samples_and_passes() -> None:
     config, _ = described()
-    found = workload_of(config, drawn_lengths("fixed:700", config.longest_response), [100, 300])
+    found = workload_of(
+        config, drawn_lengths("fixed:700", config.longest_response), [100, 300]
+    )
     assert (found.samples, found.samples_per_prompt, found.updates) == (4096, 16, 4)
     assert set(found.responses) == {700}
     assert found.prompts.mean() == pytest.approx(200, abs=1)
@@ -72,7 +82,9 @@ def test_attention_has_the_rate_of_the_kernel_that_is_named() -> None:
 def test_the_rate_of_flash_attention_4_is_the_fitted_one_times_the_ratio_measured() -> None:
     """TFLOP/s at 65,536 tokens, forward, and forward with backward as 3.5 forwards, with one recomputation."""
     slow, fast = (1 / forward + 3.5 / both for forward, both in ((358, 331), (669, 648)))
-    assert pytest.approx(Efficiency().attention * slow / fast, abs=0.01) == ATTENTION_OF_FLASH4
+    assert (
+        pytest.approx(Efficiency().attention * slow / fast, abs=0.01) == ATTENTION_OF_FLASH4
+    )
 
 
 def test_distributions_have_their_medians_and_limits() -> None:
@@ -80,14 +92,24 @@ def test_distributions_have_their_medians_and_limits() -> None:
     assert np.median(drawn) == pytest.approx(1500, rel=0.01)
     assert np.std(np.log(drawn)) == pytest.approx(0.9, rel=0.02)
     assert max(drawn_lengths("lognormal:1500,0.9", 2000)) == 2000
-    assert np.mean(drawn_lengths("uniform:100,2000", 16384)) == pytest.approx(1050, rel=0.01)
+    assert np.mean(drawn_lengths("uniform:100,2000", 16384)) == pytest.approx(
+        1050, rel=0.01
+    )
     assert np.median(drawn_lengths("", 4000)) == pytest.approx(1000, rel=0.01)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("normal:3,4", "fixed", "lognormal:a,b", "fixed:", "fixed:3,4", "lognormal:3", "uniform:3"),
+        *(
+            "normal:3,4",
+            "fixed",
+            "lognormal:a,b",
+            "fixed:",
+            "fixed:3,4",
+            "lognormal:3",
+            "uniform:3",
+        ),
         *(
             "uniform:2000,100",
             "uniform:0,10",
@@ -116,9 +138,21 @@ def test_lengths_of_a_run_are_its_sequences_less_its_mean_prompt(tmp_path: Path)
 
 
 @pytest.mark.parametrize("price", ["nan", "inf", "-3", "0", "1e400", "much"])
-def test_a_price_is_a_positive_number(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_price_is_a_positive_number(
+    price: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
-        main(["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,cpus=2", f"--price={price}"]) == 2
+        main(
+            [
+                "--config",
+                "config.yaml",
+                "--dry-run",
+                "--cluster",
+                "nodes=1,cpus=2",
+                f"--price={price}",
+            ]
+        )
+        == 2
     )
     assert "--price" in capsys.readouterr().err
 
@@ -141,11 +175,20 @@ def test_the_page_says_hours_cost_and_what_would_help(
         "run.steps=1000",
         "--no-measure",
     ]
-    timed = ["--cluster", "nodes=1,gpus=2,gpu=H100", "--price", "2.5", "--response-tokens", "fixed:8"]
+    timed = [
+        "--cluster",
+        "nodes=1,gpus=2,gpu=H100",
+        "--price",
+        "2.5",
+        "--response-tokens",
+        "fixed:8",
+    ]
     assert main([*arguments, *timed]) == 0
     page = capsys.readouterr().out.partition("== time, predicted ==\n")[2]
     step = float(re.search(r"^step +([\d.]+)", page, re.MULTILINE)[1])  # type: ignore[index]
-    hours, gpu_hours, price = re.search(r"in ([\d.]+) hours .*, (\d+) GPU-hours, (\d+) at 2.5", page).groups()  # type: ignore[union-attr]
+    hours, gpu_hours, price = re.search(
+        r"in ([\d.]+) hours .*, (\d+) GPU-hours, (\d+) at 2.5", page
+    ).groups()  # type: ignore[union-attr]
     assert float(hours) == pytest.approx(1000 * step / 3600, abs=0.06)
     assert float(gpu_hours) == pytest.approx(2 * 1000 * step / 3600, abs=0.6)
     assert float(price) == pytest.approx(2.5 * 2 * 1000 * step / 3600, abs=3)
@@ -156,8 +199,16 @@ def test_the_page_says_hours_cost_and_what_would_help(
     assert "Add --dry-run --cluster" in capsys.readouterr().err
 
 
-def test_settings_of_cpus_are_left_out_on_gpus(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", "config.yaml", "--dry-run", "resources.device=auto", "rollout.threads=1"]
+def test_settings_of_cpus_are_left_out_on_gpus(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--config",
+        "config.yaml",
+        "--dry-run",
+        "resources.device=auto",
+        "rollout.threads=1",
+    ]
     assert main([*arguments, "--no-measure", "--cluster", "nodes=1,gpus=2,gpu=H100"]) == 0
     assert "rollout.threads=1: left out" in capsys.readouterr().err
     assert main([*arguments, "--cluster", "nodes=2,cpus=4"]) == 0

@@ -12,7 +12,10 @@ from controller.config import Config, load, to_yaml
 from controller.preflight.time_fit import WARM_UP, fit_to_run, read_measurements
 from tests.refusals import refused
 
-SAMPLES = {"rollout 0": [[10.0, 12.0, 30, 4], [10.1, 13.0, 50, 4]], "rollout 1": [[10.0, 14.0, 70, 4]]}
+SAMPLES = {
+    "rollout 0": [[10.0, 12.0, 30, 4], [10.1, 13.0, 50, 4]],
+    "rollout 1": [[10.0, 14.0, 70, 4]],
+}
 MICRO_STEPS = {
     "policy dp=0": [
         ["log_probs", 15.0, 15.5, 90, 900],
@@ -38,18 +41,28 @@ def write_run(workspace: Path, steps: int = 12) -> Path:
             "phases": [],
             "cost": [1, 0, 0, 0],
         },
-        "metrics.jsonl": {"time/step_s": 8.0, "time/weights_s": 0.25, "rollout/response_tokens_mean": 50.0},
+        "metrics.jsonl": {
+            "time/step_s": 8.0,
+            "time/weights_s": 0.25,
+            "rollout/response_tokens_mean": 50.0,
+        },
         "lengths.jsonl": {"lengths": [34, 54, 74]},
     }
     for name, row in records.items():
-        (folder / name).write_text("".join(f"{json.dumps({'step': step} | row)}\n" for step in numbers))
+        (folder / name).write_text(
+            "".join(f"{json.dumps({'step': step} | row)}\n" for step in numbers)
+        )
     return folder
 
 
 def test_a_run_shows_micro_steps_generations_and_the_rest(workspace: Path) -> None:
     found, counted = read_measurements(write_run(workspace)), 12 - WARM_UP
-    assert len(found.micro_steps) == 3 * counted  # without log-probs and the one without tokens
-    assert np.array_equal(found.micro_steps[:3], [[100, 1000, 1.0], [40, 300, 0.5], [200, 4000, 2.0]])
+    assert (
+        len(found.micro_steps) == 3 * counted
+    )  # without log-probs and the one without tokens
+    assert np.array_equal(
+        found.micro_steps[:3], [[100, 1000, 1.0], [40, 300, 0.5], [200, 4000, 2.0]]
+    )
     work, seconds = found.generations[0]
     assert (seconds, sorted(work.responses), set(work.prompts)) == (4.0, [30, 50, 70], {4})
     assert found.transfers == [0.25] * counted

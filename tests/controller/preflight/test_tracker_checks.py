@@ -20,9 +20,16 @@ def tracked(name: str) -> Config:
 
 
 @pytest.fixture
-def wandb_without_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+def wandb_without_a_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[pytest.MonkeyPatch]:
     """W&B as on a machine where nobody has logged in; it reads its variables once, unless it is torn down."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+    for name in (
+        "WANDB_MODE",
+        "WANDB_API_KEY",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_BASE_URL",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
@@ -97,7 +104,9 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize("address", ["", *ADDRESSES])
-def test_an_address_that_mlflow_cannot_read_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_mlflow_cannot_read_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     with refused(f"MLFLOW_TRACKING_URI={address}" if address else "MLFLOW_TRACKING_URI"):
@@ -113,7 +122,9 @@ def test_an_address_that_mlflow_cannot_read_is_refused(address: str, monkeypatch
         "databricks://profile",
     ],
 )
-def test_an_address_that_mlflow_can_read_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_mlflow_can_read_is_taken(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     check_trackers(tracked("mlflow"))
 

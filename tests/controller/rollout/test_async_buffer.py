@@ -36,11 +36,18 @@ class ObjectStore:
     """`ray.get` and `ray.put`: of blocks that engines made, every row has eight tokens."""
 
     def __init__(self) -> None:
-        row = {"input_ids": np.arange(8, dtype=np.int32), "loss_mask": np.repeat([False, True], 4)}
+        row = {
+            "input_ids": np.arange(8, dtype=np.int32),
+            "loss_mask": np.repeat([False, True], 4),
+        }
         self.blocks: dict[str, DataProto] = {"block": DataProto.from_rows([row] * 8)}
 
     def get(self, refs: str | list[str]) -> DataProto | list[DataProto]:
-        return self.blocks[refs] if isinstance(refs, str) else [self.blocks[ref] for ref in refs]
+        return (
+            self.blocks[refs]
+            if isinstance(refs, str)
+            else [self.blocks[ref] for ref in refs]
+        )
 
     def put(self, block: DataProto) -> str:
         self.blocks[f"put {len(self.blocks)}"] = block
@@ -51,7 +58,9 @@ def uids(rollout: RolloutBatch) -> list[str]:
     return sorted(set(rollout.trained["uid"].tolist()), key=int)
 
 
-def test_groups_of_two_steps_are_under_way_and_more_follow_at_once_with_new_weights(local_run: Run) -> None:
+def test_groups_of_two_steps_are_under_way_and_more_follow_at_once_with_new_weights(
+    local_run: Run,
+) -> None:
     """Not only when the driver waits for long: an engine would idle during short steps."""
     found = local_run(*AHEAD)
     buffer = buffer_of(found)
@@ -88,25 +97,36 @@ def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
     ahead, now = local_run(*AHEAD), local_run()
     requests = []
     submit = ahead.engines._generation.router.submit
-    ahead.engines._generation.router.submit = lambda new: (requests.extend(new), submit(new))  # type: ignore[func-returns-value, method-assign]
+    ahead.engines._generation.router.submit = lambda new: (
+        requests.extend(new),
+        submit(new),
+    )  # type: ignore[func-returns-value, method-assign]
     buffer_of(ahead)
     now.run.buffer.collect(1)
     now.run.buffer.collect(2)
-    assert [r.seed for r in requests] == [r.seed for found, _ in now.engines.rounds for r in found]
+    assert [r.seed for r in requests] == [
+        r.seed for found, _ in now.engines.rounds for r in found
+    ]
 
 
 def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: Run) -> None:
     found = local_run(*AHEAD)
     found.engines.slow = {"1", "4"}
     found.fit()
-    trained = [uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]]
+    trained = [
+        uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]
+    ]
     assert sorted(map(int, trained)) == list(range(8))
     assert found.run.buffer.position == 8
 
 
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
-    found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
-    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "3") else 1)
+    found = local_run(
+        *AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4"
+    )
+    found.rewards.reward = lambda uid, sample, greedy: float(
+        sample if uid in ("1", "3") else 1
+    )
     found.engines.slow = {"0", "4", "5"}
     buffer = buffer_of(found)
     found.engines.slow = {"4", "5"}
@@ -118,15 +138,20 @@ def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
 
 
 def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
-    found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
+    found = local_run(
+        *AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2"
+    )
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
     assert uids(buffer_of(found).collect(1)) == ["1"]
     assert (
-        "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
+        "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2"
+        in found.said
     )
 
 
-def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(local_run: Run) -> None:
+def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(
+    local_run: Run,
+) -> None:
     found = local_run(*AHEAD)
     found.engines.failing = {"1", "2", "3"}
     buffer = buffer_of(found)
@@ -136,7 +161,9 @@ def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(loca
         buffer.collect(2)
 
 
-def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(local_run: Run) -> None:
+def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(
+    local_run: Run,
+) -> None:
     found = local_run(*AHEAD)
     buffer = buffer_of(found)
     meanwhile = found.policy.meanwhile
@@ -161,16 +188,22 @@ def interrupted(run: LocalRun) -> AsyncRolloutBuffer:
     buffer.weights_updated()
     buffer.read()
     part = Response(
-        np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32)
+        np.array([7, 8], np.int32),
+        np.array([-1.0, -2.0], np.float32),
+        np.array([0, 1], np.int32),
     )
-    run.engines.parts = {request.seed: part for request in buffer._generation.router.unfinished}
+    run.engines.parts = {
+        request.seed: part for request in buffer._generation.router.unfinished
+    }
     return buffer
 
 
 def resumed(run: LocalRun, old: AsyncRolloutBuffer, samples: str) -> AsyncRolloutBuffer:
     """The buffer of another run, from the old one's place."""
     inner = run.run
-    progress = replace(inner.progress, position=old.position, active=old.active, samples=samples, step=1)
+    progress = replace(
+        inner.progress, position=old.position, active=old.active, samples=samples, step=1
+    )
     buffer = AsyncRolloutBuffer(
         run.config, inner.roles, inner.buffer.prompts, inner.planner, inner.record, progress
     )
@@ -187,9 +220,9 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     assert [sample.result.key for sample in stored.finished] == [
         (uid, i) for uid in ("3", "4", "5") for i in (0, 1)
     ]
-    assert [row["input_ids"].tolist() for sample in stored.finished for row in sample.rows] == [
-        list(range(8))
-    ] * 6
+    assert [
+        row["input_ids"].tolist() for sample in stored.finished for row in sample.rows
+    ] == [list(range(8))] * 6
     assert all(sample.score is not None for sample in stored.finished)
 
     run = local_run(*AHEAD)
@@ -207,7 +240,9 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     assert store.get("put 1").row(1)["input_ids"].tolist() == list(range(8))
 
 
-@pytest.mark.parametrize(("settings", "expected"), [([], ""), (["run.record_samples=true"], "text")])
+@pytest.mark.parametrize(
+    ("settings", "expected"), [([], ""), (["run.record_samples=true"], "text")]
+)
 def test_samples_of_a_checkpoint_without_texts_are_scored_again_if_these_are_read(
     local_run: Run, store: ObjectStore, tmp_path: Path, settings: list[str], expected: str
 ) -> None:
@@ -218,7 +253,10 @@ def test_samples_of_a_checkpoint_without_texts_are_scored_again_if_these_are_rea
     new = resumed(local_run(*AHEAD, *settings), old, str(tmp_path / "samples.npz"))
     new.read()
     found = new._groups[3].scores
-    assert {key: score.response for key, score in found.items()} == {("3", 0): expected, ("3", 1): expected}
+    assert {key: score.response for key, score in found.items()} == {
+        ("3", 0): expected,
+        ("3", 1): expected,
+    }
 
 
 def test_a_checkpoint_whose_samples_are_broken_has_them_made_again(

@@ -27,7 +27,12 @@ LEVELS = (
     "algorithm.loss.function=losses.py:loss",
     "algorithm.loss.columns=level",
 )
-COMPUTED = ("run.steps=4", "run.checkpoint_every=1", "policy.optimizer.learning_rate=1e-2", *REPLAY)
+COMPUTED = (
+    "run.steps=4",
+    "run.checkpoint_every=1",
+    "policy.optimizer.learning_rate=1e-2",
+    *REPLAY,
+)
 
 
 def keys(batch: RemoteBatch) -> list[tuple[str, int]]:
@@ -60,12 +65,17 @@ def test_a_step_trains_again_on_good_samples_of_the_last_versions(
                 assert first[key] == told and told[0] > 0
                 ages.append(step - 1 - int(batch["weight_version"][index]))
         replayed += len(ages)
-        groups = set(zip(batch["uid"].tolist(), batch["group_number"].tolist(), strict=True))
+        groups = set(
+            zip(batch["uid"].tolist(), batch["group_number"].tolist(), strict=True)
+        )
         assert len(groups) == len(set(batch["uid"].tolist()))
         assert row["replay/share"] == len(ages) / len(batch)
         assert len(ages) <= 2 and max(ages, default=0) <= 2
         assert row.get("replay/age_mean", 0.0) == (np.mean(ages) if ages else 0.0)
-        assert batch.tokens["old_log_probs"].tolist() == batch.tokens["rollout_log_probs"].tolist()
+        assert (
+            batch.tokens["old_log_probs"].tolist()
+            == batch.tokens["rollout_log_probs"].tolist()
+        )
     assert replayed > 6
 
 
@@ -79,7 +89,9 @@ def test_a_step_whose_new_samples_teach_nothing_trains_on_replayed_ones(
     assert keys(found.policy.updates[1][0]) == [("0", 1), ("1", 1)]
 
 
-def test_an_agents_rewards_of_single_responses_are_refused(local_run: Callable[..., LocalRun]) -> None:
+def test_an_agents_rewards_of_single_responses_are_refused(
+    local_run: Callable[..., LocalRun],
+) -> None:
     found = local_run("run.steps=1", *REPLAY)
     found.policy.turn_advantages = lambda *given: found.policy._pass(
         ("turn_advantages"), *given, "advantages"
@@ -100,7 +112,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandInRun]:
+def run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., StandInRun]:
     monkeypatch.chdir(folder)
     stand_ins = StandIns(monkeypatch)
     stand_ins.compute("float64")
@@ -116,18 +130,28 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 def test_the_loss_takes_replayed_samples_ratios_to_their_samplers(
     run: Callable[..., StandInRun], batches: list[RemoteBatch]
 ) -> None:
-    finished = run("run.steps=2", "run.checkpoint_every=0", "policy.optimizer.learning_rate=1e-12")
+    finished = run(
+        "run.steps=2", "run.checkpoint_every=0", "policy.optimizer.learning_rate=1e-12"
+    )
     batch, rows = batches[1], batches[1].gather()
     assert len(batch) == 6
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
-    new = sequence_advantages(finished.config.algorithm, batch.select(range(4)), batch["reward"][:4])
+    new = sequence_advantages(
+        finished.config.algorithm, batch.select(range(4)), batch["reward"][:4]
+    )
     advantages = [*new.tolist(), *batch["kept_advantages"][4:].tolist()]
     losses = []
     for index, (log_probs, _) in enumerate(unpacked_log_probs(model, rows)):
         row = rows.row(index)
         mask = row["loss_mask"]
-        ratio = (log_probs.detach()[mask[-len(log_probs) :]] - row["rollout_log_probs"][mask]).exp()
-        losses.append(-torch.minimum(ratio * advantages[index], ratio.clamp(0.8, 1.2) * advantages[index]))
+        ratio = (
+            log_probs.detach()[mask[-len(log_probs) :]] - row["rollout_log_probs"][mask]
+        ).exp()
+        losses.append(
+            -torch.minimum(
+                ratio * advantages[index], ratio.clamp(0.8, 1.2) * advantages[index]
+            )
+        )
     assert finished.outcome.steps[1]["policy/loss"] == pytest.approx(
         torch.cat(losses).mean().item(), rel=1e-6
     )
@@ -144,7 +168,9 @@ def test_a_killed_run_draws_and_learns_as_if_never_stopped(
     assert [keys(batch) for batch in batches] == drawn
     assert len(drawn[-1]) == 6
     for now, before in zip(resumed.outcome.steps, straight[2:], strict=True):
-        names = [name for name in before if name.startswith(("policy/", "replay/", "reward/"))]
+        names = [
+            name for name in before if name.startswith(("policy/", "replay/", "reward/"))
+        ]
         assert {name: now[name] for name in names} == {name: before[name] for name in names}
 
 
@@ -153,10 +179,17 @@ def test_a_killed_run_draws_and_learns_as_if_never_stopped(
     [
         ("batch.replay.keep", ("batch.replay.keep=3",)),
         ("batch.replay.share", ("batch.replay.share=0.5", "algorithm.advantage=gae")),
-        ("algorithm.loss.name=reinforce", ("batch.replay.share=0.5", "algorithm.loss.name=reinforce")),
+        (
+            "algorithm.loss.name=reinforce",
+            ("batch.replay.share=0.5", "algorithm.loss.name=reinforce"),
+        ),
         (
             "rollout.sampling.top_k",
-            ("batch.replay.share=0.5", "rollout.sampling.top_k=5", "rollout.sampling.temperature=0.5"),
+            (
+                "batch.replay.share=0.5",
+                "rollout.sampling.top_k=5",
+                "rollout.sampling.temperature=0.5",
+            ),
         ),
     ],
 )

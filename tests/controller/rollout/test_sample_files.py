@@ -62,7 +62,11 @@ class Block(DataProto):
 def samples(**added: np.ndarray) -> RolloutBatch:
     """Two samples, of which both are trained, the second first."""
     rows = DataProto.from_rows([*ROWS[0], *ROWS[1]])
-    columns = {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])}
+    columns = {
+        "uid": np.array(["a", "ü"]),
+        "sample": np.array([0, 1]),
+        "seconds": np.array([0.1, 1 / 3]),
+    }
     columns |= {
         "prompt_tokens": np.array([2, 0]),
         "cut_tokens": np.array([0, 0]),
@@ -71,22 +75,33 @@ def samples(**added: np.ndarray) -> RolloutBatch:
     }
     columns |= {"length": np.array([6, 1]), "response_tokens": np.array([3, 1])}
     columns["prefix_hashes"] = object_column(
-        [prefix_hashes(first["input_ids"], n) for (first, *_), n in zip(ROWS, (2, 0), strict=True)]
+        [
+            prefix_hashes(first["input_ids"], n)
+            for (first, *_), n in zip(ROWS, (2, 0), strict=True)
+        ]
     )
     columns["branches"] = object_column([branches_of(found, 2) for found in ROWS])
-    scores = [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")]
+    scores = [
+        Score(1 / 3, "yes", {"exact": 1.0}, answer="4"),
+        Score(0.0, "", failure="f: raised"),
+    ]
     block = Block(rows.lengths, rows.tokens)
     batch = RemoteBatch(
-        columns, {name: places(name, [block] * 2, [0, 3]) for name in ("input_ids", "loss_mask")}
+        columns,
+        {name: places(name, [block] * 2, [0, 3]) for name in ("input_ids", "loss_mask")},
     )
-    rollout = RolloutBatch(batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0)
+    rollout = RolloutBatch(
+        batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0
+    )
     return replace(rollout, trained=rollout.rows.select([2, 0, 1]).with_columns(**added))
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     """To the last bit and in the same types, also records' values that are neither numbers nor text."""
     path = tmp_path / "samples" / "step-3.npz"
-    before = samples(level=np.array([2.0, 1.0, 1.0]), tests=object_column([["a"], [{"b": None}], [3]]))
+    before = samples(
+        level=np.array([2.0, 1.0, 1.0]), tests=object_column([["a"], [{"b": None}], [3]])
+    )
     write_step(path, before)
     found = read_step(path, put=lambda block: block)
     assert [path.name for path in path.parent.iterdir()] == ["step-3.npz"]
@@ -99,12 +114,20 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         1,
     ]  # as far as a row begins with the sample's prompt
     assert [row for _, _, row in found.trained.tokens["loss_mask"]] == [3, 1, 2]
-    block, written = (rollout.samples.tokens["input_ids"][0][0] for rollout in (found, before))
-    pairs = [(found.samples.columns, before.samples.columns), (found.trained.columns, before.trained.columns)]
+    block, written = (
+        rollout.samples.tokens["input_ids"][0][0] for rollout in (found, before)
+    )
+    pairs = [
+        (found.samples.columns, before.samples.columns),
+        (found.trained.columns, before.trained.columns),
+    ]
     for columns, expected in [*pairs, (block.tokens, written.tokens)]:
         assert columns.keys() == expected.keys()
         for name, column in expected.items():
-            assert (columns[name].tolist(), columns[name].dtype) == (column.tolist(), column.dtype)
+            assert (columns[name].tolist(), columns[name].dtype) == (
+                column.tolist(),
+                column.dtype,
+            )
     assert block.offsets.tolist() == [0, 6, 10, 15, 16]
 
 
@@ -115,7 +138,10 @@ def test_untrained_samples_of_a_checkpoint_keep_their_branches(tmp_path: Path) -
         SampleResult("a", 0, 2, 3, "stop", 0, row=0, **facts),
         SampleResult("b", 1, 0, 1, "stop", 0, row=3),
     ]
-    before = [FinishedSample(result, rows, None) for result, rows in zip(results, ROWS, strict=True)]
+    before = [
+        FinishedSample(result, rows, None)
+        for result, rows in zip(results, ROWS, strict=True)
+    ]
     write_samples(
         tmp_path / "step-1.npz",
         StoredSamples([*before, FinishedSample(replace(results[0], row=-1), [], None)]),
@@ -129,7 +155,9 @@ def test_untrained_samples_of_a_checkpoint_keep_their_branches(tmp_path: Path) -
         ]
 
 
-def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: Path) -> None:
+def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(
+    tmp_path: Path,
+) -> None:
     """What the stored session answers to the same prompts, and so trains, is what the first one
     would have.
     """
@@ -138,7 +166,14 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
         found = np.array(ids, np.int32)
         routed = np.arange(12, dtype=np.int16).reshape(6, 2, 1)
         return Response(
-            found, found / -3, found % 2, "stop", 4, cached_tokens=1, routed_experts=routed, stop_string=True
+            found,
+            found / -3,
+            found % 2,
+            "stop",
+            4,
+            cached_tokens=1,
+            routed_experts=routed,
+            stop_string=True,
         )
 
     session, prompt = Session("s", max_turns=9), np.arange(3, dtype=np.int32)
@@ -147,7 +182,13 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
         with session.sampling() as number:
             asked, said = session.find(chat), {"role": "assistant", "content": name}
             node = session.add(
-                asked, prompt, sampled(*ids), number=number, message=said, text=name, name=name
+                asked,
+                prompt,
+                sampled(*ids),
+                number=number,
+                message=said,
+                text=name,
+                name=name,
             )
         node.received = True
         chat, prompt = (
@@ -155,7 +196,11 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
             np.append(session.ids(node), np.int32(9)),
         )
     session.reward(0.5, "a")
-    before = {7: session.snapshot(), 2**62: sampled(1, 2), 8: Session("t", max_turns=1).snapshot()}
+    before = {
+        7: session.snapshot(),
+        2**62: sampled(1, 2),
+        8: Session("t", max_turns=1).snapshot(),
+    }
     write_samples(tmp_path / "step-1.npz", StoredSamples([], before))
     found = read_samples(tmp_path / "step-1.npz").partial
     assert found.keys() == before.keys()
@@ -171,7 +216,11 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
     first = Session("s", max_turns=9, record=found[7])
     answer = first.claim_recorded(first.find(chat), np.arange(3, dtype=np.int32))
     assert answer is not None
-    assert (answer.response.stop_string, answer.response.finish_reason, first.kept) == (True, "stop", [])
+    assert (answer.response.stop_string, answer.response.finish_reason, first.kept) == (
+        True,
+        "stop",
+        [],
+    )
 
 
 def test_the_last_row_of_each_sample_is_what_a_reward_model_scores() -> None:
@@ -180,11 +229,16 @@ def test_the_last_row_of_each_sample_is_what_a_reward_model_scores() -> None:
 
 def test_a_value_that_json_does_not_have_is_refused_by_its_column(tmp_path: Path) -> None:
     with refused("algorithm.loss.columns=when", DataError):
-        write_step(tmp_path / "step-1.npz", samples(when=object_column([date(2026, 1, 1), "b", "b"])))
+        write_step(
+            tmp_path / "step-1.npz",
+            samples(when=object_column([date(2026, 1, 1), "b", "b"])),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_missing_broken_or_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_broken_or_cannot_be_written_is_named(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "step-1.npz"
     with refused("step-1.npz", DataError):
         read_step(path)
@@ -205,7 +259,9 @@ def images_of_a_node() -> np.ndarray:
 FETCHES: dict[str, Callable[[Path], Any]] = {
     "write_step": lambda path: write_step(path, samples()),
     "write_update": lambda path: write_update(
-        path, samples().samples.with_tokens(advantages=samples().samples.tokens["input_ids"]), []
+        path,
+        samples().samples.with_tokens(advantages=samples().samples.tokens["input_ids"]),
+        [],
     ),
     "write_log_probs": lambda path: write_log_probs(
         path, UpdateRecord(samples().samples.tokens["input_ids"])

@@ -10,7 +10,12 @@ import pytest
 from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
 from controller.rollout.model_scores import ScoreScales
-from controller.rollout.samples import RolloutBatch, assemble, assign_teachers, sample_numbers
+from controller.rollout.samples import (
+    RolloutBatch,
+    assemble,
+    assign_teachers,
+    sample_numbers,
+)
 from tests.controller.observability.recorded_sessions import FORKED
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
@@ -20,7 +25,12 @@ from workers.errors import RolloutError
 
 
 def result(uid: str, sample: int, row: int, **facts: object) -> SampleResult:
-    defaults = {"prompt_tokens": 3, "response_tokens": 5, "finish_reason": "stop", "weight_version": 2}
+    defaults = {
+        "prompt_tokens": 3,
+        "response_tokens": 5,
+        "finish_reason": "stop",
+        "weight_version": 2,
+    }
     return SampleResult(uid=uid, sample=sample, row=row, **(defaults | facts))
 
 
@@ -52,7 +62,11 @@ def test_results_blocks_and_scores_are_joined_by_sample() -> None:
     assert batch["reward"].tolist() == [1.0, 0.5, 0.0]
     assert batch["length"].tolist() == [8, 12, 8]
     assert batch["truncated"].tolist() == [False, True, False]
-    assert [(block, row) for block, _, row in batch.tokens["input_ids"]] == [("x", 1), ("y", 0), ("x", 0)]
+    assert [(block, row) for block, _, row in batch.tokens["input_ids"]] == [
+        ("x", 1),
+        ("y", 0),
+        ("x", 0),
+    ]
 
 
 def test_metrics_count_samples_drops_retries_and_the_prefix_cache() -> None:
@@ -67,7 +81,9 @@ def test_metrics_count_samples_drops_retries_and_the_prefix_cache() -> None:
         "rollout/oldest_weight_version": 2,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    cached = alone(result("a", 0, 0, read_tokens=80, cached_tokens=20), Score(0.0, "")).metrics()
+    cached = alone(
+        result("a", 0, 0, read_tokens=80, cached_tokens=20), Score(0.0, "")
+    ).metrics()
     assert cached["rollout/prefix_cache_hits"] == 0.25
 
 
@@ -89,7 +105,9 @@ def test_rows_of_a_sample_have_its_number() -> None:
 
 
 @pytest.mark.parametrize("with_context", [False, True])
-def test_a_teacher_is_named_by_the_record_and_reads_its_own_prompt(with_context: bool) -> None:
+def test_a_teacher_is_named_by_the_record_and_reads_its_own_prompt(
+    with_context: bool,
+) -> None:
     batch = assembled().batch
     teacher_ids = {"a": np.arange(7, dtype=np.int32), "b": np.arange(2, dtype=np.int32)}
     prompts = {
@@ -99,7 +117,11 @@ def test_a_teacher_is_named_by_the_record_and_reads_its_own_prompt(with_context:
     settings = TeacherConfig(paths={"x": "y"}, context_key="hint" if with_context else "")
     names, read = assign_teachers(settings, batch, prompts)
     assert names.tolist() == ["teacher of a", "teacher of a", "teacher of b"]
-    assert assign_teachers(replace(settings, paths={}), batch, prompts)[0].tolist() == ["", "", ""]
+    assert assign_teachers(replace(settings, paths={}), batch, prompts)[0].tolist() == [
+        "",
+        "",
+        "",
+    ]
     if not with_context:
         assert read is batch
         return
@@ -114,8 +136,13 @@ def test_a_teacher_is_named_by_the_record_and_reads_its_own_prompt(with_context:
 def test_a_session_is_recorded_with_ten_times_the_texts_of_an_answer() -> None:
     messages = [{"role": "user", "content": "q" * 1000}]
     session = [{"messages": messages, "said": {"role": "assistant", "content": "s" * 1000}}]
-    (example,) = alone(result("a", 0, 0), Score(1.0, "r", session=session)).examples(1, lambda uid: {}, 100)
-    lengths = [len(node["said"]) + len(node["messages"][0]["content"]) for node in example["session"]]
+    (example,) = alone(result("a", 0, 0), Score(1.0, "r", session=session)).examples(
+        1, lambda uid: {}, 100
+    )
+    lengths = [
+        len(node["said"]) + len(node["messages"][0]["content"])
+        for node in example["session"]
+    ]
     assert 900 < sum(lengths) < 1100
 
 
@@ -125,7 +152,9 @@ def test_a_round_without_any_sample_is_an_error_with_its_reason() -> None:
 
 
 def test_rounds_of_a_step_are_joined() -> None:
-    joined = RolloutBatch.concat([assembled(), alone(result("c", 0, 0), Score(1.0, "yes"), retried=1)])
+    joined = RolloutBatch.concat(
+        [assembled(), alone(result("c", 0, 0), Score(1.0, "yes"), retried=1)]
+    )
     assert joined.batch["uid"].tolist() == ["a", "a", "b", "c"]
     assert joined.scores()["reward"] == pytest.approx(2.5 / 4)
     assert (joined.dropped, joined.retried, joined.rounds) == (1, 3, 2)
@@ -143,12 +172,17 @@ def test_scores_of_models_are_scaled_by_all_so_far() -> None:
     config: Any = SimpleNamespace(
         reward=SimpleNamespace(model=SimpleNamespace(named_weights={"a": 0.5, "b": 2.0}))
     )
-    batches = {"a": ([1.0, 2.0, 6.0], [10.0, 11.0, -5.0]), "b": ([3.0, 3.0, 4.0], [0.0, 1.0, 1.0])}
+    batches = {
+        "a": ([1.0, 2.0, 6.0], [10.0, 11.0, -5.0]),
+        "b": ([3.0, 3.0, 4.0], [0.0, 1.0, 1.0]),
+    }
     scales = ScoreScales({})
     for number in range(2):
         rollout = assembled()
         for name, scores in batches.items():
-            rollout = rollout.with_reward_part(f"model_{name}", np.array(scores[number]), weight=0.0)
+            rollout = rollout.with_reward_part(
+                f"model_{name}", np.array(scores[number]), weight=0.0
+            )
         rewards = [score.reward for score in rollout.by_sample.values()]
         scaled = scales.normalize(config, rollout)
         expected = np.array(rewards)
@@ -156,7 +190,9 @@ def test_scores_of_models_are_scaled_by_all_so_far() -> None:
             new = np.array(batches[name][number])
             so_far = np.concatenate(batches[name][: number + 1])
             expected += weight * ((new - so_far.mean()) / so_far.std() - new)
-        assert [score.reward for score in scaled.by_sample.values()] == pytest.approx(expected.tolist())
+        assert [score.reward for score in scaled.by_sample.values()] == pytest.approx(
+            expected.tolist()
+        )
         scales = ScoreScales(scales.state)  # as from a checkpoint
 
 
@@ -184,13 +220,30 @@ def test_samples_meet_the_greedy_response_to_their_prompt() -> None:
 
 
 def test_tokens_of_an_environment_count_for_the_length_and_not_for_the_response() -> None:
-    facts = result("a", 0, 0, observation_tokens=4, turns=3, newest_weight_version=3, finish_reason="turns")
+    facts = result(
+        "a",
+        0,
+        0,
+        observation_tokens=4,
+        turns=3,
+        newest_weight_version=3,
+        finish_reason="turns",
+    )
     found = alone(facts, Score(1.0, "yes"))
-    columns = {name: found.batch[name].item() for name in ("length", "response_tokens", "truncated")}
+    columns = {
+        name: found.batch[name].item()
+        for name in ("length", "response_tokens", "truncated")
+    }
     assert columns == {"length": 12, "response_tokens": 5, "truncated": True}
     metrics = found.metrics()
-    assert (metrics["rollout/turns_mean"], metrics["rollout/observation_tokens_mean"]) == (3, 4)
-    assert (metrics["rollout/oldest_weight_version"], metrics["rollout/newest_weight_version"]) == (2, 3)
+    assert (metrics["rollout/turns_mean"], metrics["rollout/observation_tokens_mean"]) == (
+        3,
+        4,
+    )
+    assert (
+        metrics["rollout/oldest_weight_version"],
+        metrics["rollout/newest_weight_version"],
+    ) == (2, 3)
 
 
 def test_texts_of_long_responses_are_read_for_the_examples_alone() -> None:
@@ -201,11 +254,19 @@ def test_texts_of_long_responses_are_read_for_the_examples_alone() -> None:
         return [{"response": f"read {block} {row}"} for block, row, _ in places]
 
     lengths = [2_000, 5, 3_000, 1_001, 9_000]
-    found: list[Any] = [(result("a", i, i, response_tokens=tokens), "x") for i, tokens in enumerate(lengths)]
-    scores = {("a", i): Score(0.0, "" if tokens > 1_000 else "short") for i, tokens in enumerate(lengths)}
+    found: list[Any] = [
+        (result("a", i, i, response_tokens=tokens), "x") for i, tokens in enumerate(lengths)
+    ]
+    scores = {
+        ("a", i): Score(0.0, "" if tokens > 1_000 else "short")
+        for i, tokens in enumerate(lengths)
+    }
     rollout = assemble(found, scores).with_texts(1, read)
     assert asked == [("x", 0, 3), ("x", 4, 3)]  # the first and the longest
-    assert [row["response"] for row in rollout.examples(1, lambda uid: {})] == ["read x 0", "read x 4"]
+    assert [row["response"] for row in rollout.examples(1, lambda uid: {})] == [
+        "read x 0",
+        "read x 4",
+    ]
     assert [score.response for score in rollout.by_sample.values()] == [
         "read x 0",
         "short",
@@ -228,4 +289,9 @@ def test_rewards_of_an_episodes_turns_are_means_by_turn_and_not_of_sessions() ->
     }
     metrics = assembled(scores).metrics()
     shown = {name: value for name, value in metrics.items() if name.startswith("turn/")}
-    assert shown == {"turn/reward/1": 2.0, "turn/samples/1": 2.0, "turn/reward/2": 4.0, "turn/samples/2": 1.0}
+    assert shown == {
+        "turn/reward/1": 2.0,
+        "turn/samples/1": 2.0,
+        "turn/reward/2": 4.0,
+        "turn/samples/2": 1.0,
+    }

@@ -18,23 +18,45 @@ from workers.errors import CheckpointError, ConfigError
 from workers.model.checkpoint.checkpoint_folder import Manifest, commit, unfinished_folder
 
 
-def narrowed(schema: type[SamplerConfig], *overrides: str, model: str = "") -> SamplerConfig:
-    return job_settings(schema, JobRequest(Path("config.yaml"), model, overrides=overrides))[0]
+def narrowed(
+    schema: type[SamplerConfig], *overrides: str, model: str = ""
+) -> SamplerConfig:
+    return job_settings(
+        schema, JobRequest(Path("config.yaml"), model, overrides=overrides)
+    )[0]
 
 
-def test_an_evaluation_samples_as_a_validation_and_a_generation_as_training(workspace: Path) -> None:
-    overrides = ["validation.samples=3", "validation.prompts=7", "validation.sampling.temperature=0.5"]
+def test_an_evaluation_samples_as_a_validation_and_a_generation_as_training(
+    workspace: Path,
+) -> None:
+    overrides = [
+        "validation.samples=3",
+        "validation.prompts=7",
+        "validation.sampling.temperature=0.5",
+    ]
     of_file = [*overrides, "rollout.sampling.top_p=0.9"]
     (workspace / "config.yaml").write_text(
         (workspace / "config.yaml").read_text() + "validation: {samples: 2}\n"
     )
     found = narrowed(EvaluateConfig, *overrides)
-    assert (found.data.weights, found.rollout.samples_per_prompt) == ({"validation.jsonl": 1.0}, 3)
-    assert (found.rollout.sampling.temperature, found.rollout.sampling.max_new_tokens) == (0.5, 64)
+    assert (found.data.weights, found.rollout.samples_per_prompt) == (
+        {"validation.jsonl": 1.0},
+        3,
+    )
+    assert (found.rollout.sampling.temperature, found.rollout.sampling.max_new_tokens) == (
+        0.5,
+        64,
+    )
     assert (found.first_prompts, str(found.run_folder)) == (7, "runs/test-evaluate")
     found = narrowed(GenerateConfig, of_file[-1])
-    assert (found.data.weights, found.rollout.samples_per_prompt) == ({"train.jsonl": 1.0}, 8)
-    assert (found.rollout.sampling.top_p, str(found.run_folder)) == (0.9, "runs/test-generate")
+    assert (found.data.weights, found.rollout.samples_per_prompt) == (
+        {"train.jsonl": 1.0},
+        8,
+    )
+    assert (found.rollout.sampling.top_p, str(found.run_folder)) == (
+        0.9,
+        "runs/test-generate",
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +74,9 @@ def test_an_evaluation_samples_as_a_validation_and_a_generation_as_training(work
 def test_a_setting_of_training_is_refused_on_the_command_line_alone(
     workspace: Path, schema: type[SamplerConfig], override: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]} .*controller\.{schema.command}"):
+    with pytest.raises(
+        ConfigError, match=rf"^{override.partition('=')[0]} .*controller\.{schema.command}"
+    ):
         narrowed(schema, override)
 
 
@@ -80,12 +104,24 @@ def test_every_setting_is_read_or_refused(workspace: Path) -> None:
 
 
 def test_what_is_reserved_are_engines_and_rewards_alone(workspace: Path) -> None:
-    found = load_as(GenerateConfig, "config.yaml", ["resources.device=cuda", "rollout.tensor_parallel=2"])
-    assert [(pool.name, pool.bundles) for pool in pools(found)] == [("rollout", ({"CPU": 0.25, "GPU": 2.0},))]
+    found = load_as(
+        GenerateConfig,
+        "config.yaml",
+        ["resources.device=cuda", "rollout.tensor_parallel=2"],
+    )
+    assert [(pool.name, pool.bundles) for pool in pools(found)] == [
+        ("rollout", ({"CPU": 0.25, "GPU": 2.0},))
+    ]
     assert [request.role for request in role_requests(found)] == ["rollout", "reward"]
-    judged = load_as(GenerateConfig, "config.yaml", ["resources.device=cuda", "reward.model.path=judge"])
+    judged = load_as(
+        GenerateConfig, "config.yaml", ["resources.device=cuda", "reward.model.path=judge"]
+    )
     assert [pool.name for pool in pools(judged)] == ["training", "rollout"]
-    assert [request.role for request in role_requests(judged)] == ["reward_model", "rollout", "reward"]
+    assert [request.role for request in role_requests(judged)] == [
+        "reward_model",
+        "rollout",
+        "reward",
+    ]
     assert list(judged.limits) == ["reward_model.scores"]
 
 
@@ -94,10 +130,24 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
 ) -> None:
     (workspace / "train.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 5)
     assert (
-        generate.main(["--config", "config.yaml", "--output", "samples", "--prompts", "3", "--dry-run"]) == 0
+        generate.main(
+            [
+                "--config",
+                "config.yaml",
+                "--output",
+                "samples",
+                "--prompts",
+                "3",
+                "--dry-run",
+            ]
+        )
+        == 0
     )
     said = capsys.readouterr().out
-    assert "data: train.jsonl, 3 prompts\nsamples: 24, 8 of each prompt; temperature 1," in said
+    assert (
+        "data: train.jsonl, 3 prompts\nsamples: 24, 8 of each prompt; temperature 1,"
+        in said
+    )
     assert "rewards: reward.py:reward\nengines: 1, on CPUs\noutput: samples\n" in said
     assert evaluate.main(["--config", "config.yaml", "--dry-run"]) == 0
     assert "samples: 1, 1 of each prompt; " in capsys.readouterr().out
@@ -112,15 +162,26 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
             "data.validation is not set. Name the data to evaluate on",
         ),
         (
-            ["--config", "config.yaml", "validation.sampling.temperature=0", "validation.samples=2"],
+            [
+                "--config",
+                "config.yaml",
+                "validation.sampling.temperature=0",
+                "validation.samples=2",
+            ],
             "are equal",
         ),
         (
             ["--config", "config.yaml", "validation.sampling.max_new_tokens=999"],
             "validation.sampling.max_new_tokens or",
         ),
-        (["--config", "config.yaml", "reward.function=''"], "one of reward.function and reward.functions"),
-        (["--config", "config.yaml", "--model", "model", "model.path=model"], "--model and model.path"),
+        (
+            ["--config", "config.yaml", "reward.function=''"],
+            "one of reward.function and reward.functions",
+        ),
+        (
+            ["--config", "config.yaml", "--model", "model", "model.path=model"],
+            "--model and model.path",
+        ),
         ([], "--config is not given. Give it, or --model runs/NAME"),
         (["--config", "config.yaml", "--model", "nowhere"], "there is no folder nowhere"),
         (
@@ -137,8 +198,12 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(
     assert message in told and told.count("\n") == 1
 
 
-def test_a_generation_needs_no_reward(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.sampling.jobs.read_inputs", lambda *_: 1 / 0)  # after all checks
+def test_a_generation_needs_no_reward(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "controller.sampling.jobs.read_inputs", lambda *_: 1 / 0
+    )  # after all checks
     with pytest.raises(ZeroDivisionError):
         generate.main(["--config", "config.yaml", "reward.function=''"])
 
@@ -168,21 +233,31 @@ def test_a_run_is_its_model_or_its_last_checkpoint(workspace: Path) -> None:
     assert (found.path, found.run, found.checkpoint) == (str(run / "model"), run, None)
     assert choose_model(str(run / "model")).run == run
     found = choose_model(str(run / "checkpoints" / "policy" / "step-2"))
-    assert (found.path, found.name, found.is_missing) == (str(run / "model-2"), "step-2", True)
+    assert (found.path, found.name, found.is_missing) == (
+        str(run / "model-2"),
+        "step-2",
+        True,
+    )
     write_model(run / "model-2")  # as run.save_every leaves it, or an evaluation before
     assert not found.is_missing
     assert choose_model("owner/name").path == "owner/name"
 
 
-def test_a_model_of_a_run_is_evaluated_with_the_runs_settings_into_its_folder(workspace: Path) -> None:
+def test_a_model_of_a_run_is_evaluated_with_the_runs_settings_into_its_folder(
+    workspace: Path,
+) -> None:
     run = write_run(workspace)
     write_model(run / "model-best")
-    config, _ = job_settings(EvaluateConfig, JobRequest(model=str(run / "model-best"), trust_run=True))
+    config, _ = job_settings(
+        EvaluateConfig, JobRequest(model=str(run / "model-best"), trust_run=True)
+    )
     assert (config.model.path, config.run_folder) == (
         str(run / "model-best"),
         run / "evaluate" / "model-best",
     )
-    request = JobRequest(model=str(run / "model-best"), output=Path("elsewhere"), reward=lambda **_: 1.0)
+    request = JobRequest(
+        model=str(run / "model-best"), output=Path("elsewhere"), reward=lambda **_: 1.0
+    )
     config, _ = job_settings(EvaluateConfig, request)
     assert config.run_folder == Path("elsewhere")
 

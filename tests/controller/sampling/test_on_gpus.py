@@ -35,25 +35,35 @@ def attempt(folder: Path, *overrides: str) -> tuple[Job, Attempts]:
 def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     _, attempts = attempt(folder, *overrides)
     assert attempts.dropped == []
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()
+    ]
 
 
-def test_engines_alone_sample_every_prompt_and_never_sleep(stand_ins: StandIns, tmp_path: Path) -> None:
+def test_engines_alone_sample_every_prompt_and_never_sleep(
+    stand_ins: StandIns, tmp_path: Path
+) -> None:
     lines = generate(tmp_path, "reward.function=reward.py:reward")
     assert {(line["uid"], line["sample"]) for line in lines} == {
         (str(uid), i) for uid in range(8) for i in range(2)
     }
     assert all(
-        len(line["log_probs"]) == len(line["response_ids"]) == line["response_tokens"] for line in lines
+        len(line["log_probs"]) == len(line["response_ids"]) == line["response_tokens"]
+        for line in lines
     )
     assert all("reward" in line for line in lines)
     assert set(stand_ins.world.ray.actors) == {"rollout 0", "rollout 1", "reward 0"}
     assert not {"sleep 2", "receive", "connect"} & set(stand_ins.world.ledger.of("rollout"))
 
 
-def test_a_reward_model_scores_samples_beside_engines(stand_ins: StandIns, tmp_path: Path) -> None:
+def test_a_reward_model_scores_samples_beside_engines(
+    stand_ins: StandIns, tmp_path: Path
+) -> None:
     lines = generate(
-        tmp_path, "reward.model.path=judge", "reward.model.weight=2.0", "policy.max_tokens_per_micro_batch=64"
+        tmp_path,
+        "reward.model.path=judge",
+        "reward.model.weight=2.0",
+        "policy.max_tokens_per_micro_batch=64",
     )
     assert len(lines) == 16
     assert {line["parts"]["model"] for line in lines} != {0.0}
@@ -64,7 +74,9 @@ def test_a_reward_model_scores_samples_beside_engines(stand_ins: StandIns, tmp_p
     assert stand_ins.world.ledger.of("reward_model")[-2:] == ["scores", "free"]
 
 
-def test_an_engine_that_is_lost_is_replaced_and_no_sample_is(stand_ins: StandIns, tmp_path: Path) -> None:
+def test_an_engine_that_is_lost_is_replaced_and_no_sample_is(
+    stand_ins: StandIns, tmp_path: Path
+) -> None:
     world, left = stand_ins.world, [1]
 
     def lose(who: str, does: str) -> None:
@@ -86,11 +98,18 @@ def test_samples_that_are_retried_or_given_up_have_a_line_by_kind_with_count_pla
     stand_ins.world.trouble = refuse
     job, attempts = attempt(tmp_path, "rollout.max_retries=1")
     given_up, retried = failures_of(job, attempts, [{"uid": "3", "sample": 1}])
-    assert (given_up.kind, given_up.count) == ("samples given up (rollout.max_retries=1)", 16)
+    assert (given_up.kind, given_up.count) == (
+        "samples given up (rollout.max_retries=1)",
+        16,
+    )
     assert (retried.kind, retried.count) == ("samples retried", 16)
     for failures in (given_up, retried):
-        assert re.fullmatch(r"prompt \d, sample \d, rollout replica \d: .*no memory.*", failures.first)
-    (of_rewards,) = failures_of(job, Attempts(), [{"uid": "3", "sample": 1, "failure": "took 3 s"}] * 2)
+        assert re.fullmatch(
+            r"prompt \d, sample \d, rollout replica \d: .*no memory.*", failures.first
+        )
+    (of_rewards,) = failures_of(
+        job, Attempts(), [{"uid": "3", "sample": 1, "failure": "took 3 s"}] * 2
+    )
     assert (
         str(of_rewards)
         == "rewards failed (reward.on_failure=zero): 2, the first: prompt 3, sample 1: took 3 s"
@@ -101,12 +120,19 @@ def test_a_checkpoint_is_written_as_a_model_by_the_policys_ranks_alone(
     stand_ins: StandIns, tmp_path: Path
 ) -> None:
     run = stand_ins.run(
-        [f"run.dir={tmp_path}", "data.validation=''", "run.steps=1", "run.checkpoint_every=1"]
+        [
+            f"run.dir={tmp_path}",
+            "data.validation=''",
+            "run.steps=1",
+            "run.checkpoint_every=1",
+        ]
     )
     stand_ins.begin_anew()
     stand_ins.world.ray.actors.clear()
     model = choose_model(str(run.config.run_folder / "checkpoints" / "policy" / "step-1"))
-    config, *_ = checked_settings(GenerateConfig, JobRequest(output=tmp_path / "samples", settings=SETTINGS))
+    config, *_ = checked_settings(
+        GenerateConfig, JobRequest(output=tmp_path / "samples", settings=SETTINGS)
+    )
     model.write(config, Listening())
     assert set(stand_ins.world.ray.actors) == {"policy dp=0"}
     assert stand_ins.world.ledger.of("policy")[-2:] == ["save", "free"]

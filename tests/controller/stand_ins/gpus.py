@@ -32,7 +32,10 @@ from workers.model.checkpoint.checkpoint_folder import (
 GPU_OWNERSHIPS = ("weights", "kv_cache", "states", "working", "cached")
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
 TOKENS = 3  # of every response
-FIRST_LOG_PROB, MOVE = -1.0, -0.25  # of a token at the first weights, and what an optimiser step does to it
+FIRST_LOG_PROB, MOVE = (
+    -1.0,
+    -0.25,
+)  # of a token at the first weights, and what an optimiser step does to it
 
 
 class OverlapError(Exception):
@@ -49,12 +52,16 @@ class Ledger:
     def record(self, actor: str, what: str) -> None:
         self.events.append((actor, what))
 
-    def take(self, gpus: Sequence[int], owner: str, what: str, *, beside: Sequence[str]) -> None:
+    def take(
+        self, gpus: Sequence[int], owner: str, what: str, *, beside: Sequence[str]
+    ) -> None:
         """Raises OverlapError if anybody else owns anything there but what is named in `beside`."""
         for gpu in gpus:
             for (where, other), held in self.owned.items():
                 if where == gpu and other != owner and held - set(beside):
-                    raise OverlapError(f"GPU {gpu}: {owner} takes {what} while {other} has {sorted(held)}")
+                    raise OverlapError(
+                        f"GPU {gpu}: {owner} takes {what} while {other} has {sorted(held)}"
+                    )
             self.owned.setdefault((gpu, owner), set()).add(what)
 
     def give(self, gpus: Sequence[int], owner: str, *what: str) -> None:
@@ -92,10 +99,15 @@ class World:
         self.loses_updates = False
         self.tower: tuple[str, ...] = TOWER  # weights of the model's frozen vision tower
         self.routed_experts: np.ndarray | None = None
-        self.answer: Callable[[int], tuple[int | list[int], str]] = lambda seed: (TOKENS, "stop")
+        self.answer: Callable[[int], tuple[int | list[int], str]] = lambda seed: (
+            TOKENS,
+            "stop",
+        )
         self.prompt: list[int] = []
         self.turns: list[tuple[str, list[int], list[int]]] = []
-        self.broadcast: list[LocalActor] = []  # engines of the present communicator, with `apart`
+        self.broadcast: list[
+            LocalActor
+        ] = []  # engines of the present communicator, with `apart`
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
 
@@ -130,14 +142,18 @@ class StandInVllm:
         self.versions = dict.fromkeys((*WEIGHTS, *world.tower), 0)
         self._received: set[str] = set()
         self._sleeps, self._log_prob = False, FIRST_LOG_PROB
-        self._cached: dict[tuple[str, str], int] = {}  # versions of keys and values, by salt and adapters
+        self._cached: dict[
+            tuple[str, str], int
+        ] = {}  # versions of keys and values, by salt and adapters
         self._adapters: dict[int, str] = {}
         world.event("start")
         # A replacement starts beside a trained model, when no rank computes.
         beside = ("states",) if " restart " in world.actor else ()
         world.ledger.take(world.gpus, world.actor, "weights", beside=beside)
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=beside)
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30, get_num_experts=lambda: 4)
+        self.model_config = SimpleNamespace(
+            get_vocab_size=lambda: 1 << 30, get_num_experts=lambda: 4
+        )
         self.errored = False
         self.engine_core, self.output_processor = self, SimpleNamespace(request_states={})
 
@@ -151,7 +167,9 @@ class StandInVllm:
     async def wake_up(self, tags: list[str]) -> None:
         (tag,) = tags
         self._world.event(f"wake {tag}")
-        self._world.ledger.take(self._world.gpus, self._world.actor, tag, beside=("states",))
+        self._world.ledger.take(
+            self._world.gpus, self._world.actor, tag, beside=("states",)
+        )
         self._sleeps = tag == "weights"
 
     async def check_health(self) -> None:
@@ -203,13 +221,25 @@ class StandInVllm:
         self._world.event("meet")
 
     async def generate(
-        self, prompt: Any, parameters: Any, name: str, *, priority: int, lora_request: Any = None
+        self,
+        prompt: Any,
+        parameters: Any,
+        name: str,
+        *,
+        priority: int,
+        lora_request: Any = None,
     ) -> Any:
         del priority
         self._world.event("generate")
-        assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
-        undefined = [name for name, version in self.versions.items() if version == UNDEFINED]
-        assert not undefined, f"{undefined} were dropped by a sleep, and no update brought them"
+        assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, (
+            "the engine sleeps"
+        )
+        undefined = [
+            name for name, version in self.versions.items() if version == UNDEFINED
+        ]
+        assert not undefined, (
+            f"{undefined} were dropped by a sleep, and no update brought them"
+        )
         version, adapters = self.versions[WEIGHTS[0]], ""
         if lora_request is not None:
             version, adapters = lora_request.lora_int_id, lora_request.lora_name
@@ -218,25 +248,35 @@ class StandInVllm:
             assert {self.versions[name] for name in WEIGHTS} == {int(self._name)}, (
                 f"{self.versions} as {self._name}"
             )
-        assert self._cached.setdefault((prompt["cache_salt"], adapters), version) == version, (
-            "keys of older weights"
-        )
+        assert (
+            self._cached.setdefault((prompt["cache_salt"], adapters), version) == version
+        ), "keys of older weights"
         self._world.prompt = prompt["prompt_token_ids"]
         answer, reason = self._world.answer(parameters.seed)
         if isinstance(answer, int):
-            answer = [1 + (parameters.seed + i) % 30 for i in range(min(answer, parameters.max_tokens))]
+            answer = [
+                1 + (parameters.seed + i) % 30
+                for i in range(min(answer, parameters.max_tokens))
+            ]
         tokens = answer
         self._world.turns.append((name, prompt["prompt_token_ids"], tokens))
-        routed, read = self._world.routed_experts, len(prompt["prompt_token_ids"]) + len(tokens) - 1
+        routed, read = (
+            self._world.routed_experts,
+            len(prompt["prompt_token_ids"]) + len(tokens) - 1,
+        )
         completion = SimpleNamespace(
             finish_reason=reason,
             stop_reason=None,
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
             weight_versions=[SimpleNamespace(version=self._name, start=0, end=len(tokens))],
-            routed_experts=None if routed is None else np.repeat(routed[None], read, axis=0),
+            routed_experts=None
+            if routed is None
+            else np.repeat(routed[None], read, axis=0),
         )
-        yield SimpleNamespace(outputs=[completion], prompt_token_ids=(), num_cached_tokens=None)
+        yield SimpleNamespace(
+            outputs=[completion], prompt_token_ids=(), num_cached_tokens=None
+        )
 
     def _owned(self) -> set[str]:
         return self._world.ledger.owned.get((self._world.gpus[0], self._world.actor), set())
@@ -274,7 +314,9 @@ class StandInEngine:
     def log_probs(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, Metrics]:
         with self._pass("log_probs"):
             found = torch.full((sequences.num_tokens,), self._log_prob)
-            return found, {"entropy": Metric.mean(1.0, 1, "tokens")} | self._mismatch(sequences)
+            return found, {"entropy": Metric.mean(1.0, 1, "tokens")} | self._mismatch(
+                sequences
+            )
 
     def counted(self, sequences: Any) -> torch.Tensor:
         return torch.ones(len(sequences), dtype=torch.bool)
@@ -312,7 +354,12 @@ class StandInEngine:
             return torch.arange(len(sequences), dtype=torch.float32)
 
     def forward_backward(
-        self, sequences: Any, micro_batches: Any, loss: Any, denominators: Any, cells: Any = ()
+        self,
+        sequences: Any,
+        micro_batches: Any,
+        loss: Any,
+        denominators: Any,
+        cells: Any = (),
     ) -> Metrics:
         with self._pass("update"):
             return {"loss": Metric.sum(0.0)} | self._mismatch(sequences)
@@ -331,12 +378,17 @@ class StandInEngine:
         return {"grad_norm": Metric.mean(1.0, 1), "skipped_steps": Metric.sum(0)}
 
     def named_weights(
-        self, dtype: torch.dtype | None = None, keeper: int | None = None, *, frozen_tower: bool = False
+        self,
+        dtype: torch.dtype | None = None,
+        keeper: int | None = None,
+        *,
+        frozen_tower: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         # What is gathered lies beside the weights of an engine that is waiting for it.
         with self._pass("gather", beside=("states", "weights")):
             yield from (
-                (name, torch.zeros(2, 2)) for name in self.weights_metadata(frozen_tower=frozen_tower)
+                (name, torch.zeros(2, 2))
+                for name in self.weights_metadata(frozen_tower=frozen_tower)
             )
 
     def weights_metadata(
@@ -353,7 +405,9 @@ class StandInEngine:
         with self._pass("save adapters"):
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], policy: str = "") -> None:
+    def save_checkpoint(
+        self, path: str, *, step: int, extra: dict[str, Any], policy: str = ""
+    ) -> None:
         self._world.event("checkpoint")
         final = Path(path)
         if final.exists():  # another rank's actor was first
@@ -374,12 +428,19 @@ class StandInSender:
     """`WeightSender` with the calls that vLLM's trainer side makes, and nothing sent."""
 
     def __init__(
-        self, world: World, placement: str, engines: Sequence[Any], weights: Callable[[], Any], rank: int
+        self,
+        world: World,
+        placement: str,
+        engines: Sequence[Any],
+        weights: Callable[[], Any],
+        rank: int,
     ) -> None:
         from workers.engine.weights.gpu_transfer import EngineClient
 
         self._world, self._weights, self._rank = world, weights, rank
-        self._client = EngineClient(engines, tensor_parallel=1, together=placement == "apart")
+        self._client = EngineClient(
+            engines, tensor_parallel=1, together=placement == "apart"
+        )
         self._client.abort = lambda: world.ledger.record(world.actor, "abort")
         world.event("connect")
         if rank == 0:

@@ -24,15 +24,20 @@ def put_ray_in_process(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     local = LocalRay({})
     local.install(monkeypatch)
     # An actor sets these for its process. Here they must end with the test: ranks of later ones inherit them.
-    interfaces = dict.fromkeys((GLOO, NCCL), "lo")  # a later local run would listen on the machine's address
+    interfaces = dict.fromkeys(
+        (GLOO, NCCL), "lo"
+    )  # a later local run would listen on the machine's address
     for name, value in (cpu_environment(RolloutConfig(threads=1)) | interfaces).items():
         monkeypatch.setenv(name, os.environ.get(name, value))
     monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: CPUS)
     monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
-    monkeypatch.setattr("controller.sampling.sampling_run.ray_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(
+        "controller.sampling.sampling_run.ray_session", lambda *_, **__: nullcontext()
+    )
     # The real one ends all processes below its actor's, which here is the tests'.
     monkeypatch.setattr(
-        "workers.rollout.engine_actor.end_engine", lambda engine: engine and engine.shutdown()
+        "workers.rollout.engine_actor.end_engine",
+        lambda engine: engine and engine.shutdown(),
     )
     # vLLM looks for its kernels in every module, and llvmlite's library has no namespace to look into.
     monkeypatch.setattr("vllm.triton_utils.dispatcher.vars", _namespace, raising=False)

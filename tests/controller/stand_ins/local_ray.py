@@ -22,7 +22,9 @@ class NeverReturnsError(Exception):
 class LocalRef:
     """A value, an error, or neither where the call never returns."""
 
-    def __init__(self, value: Any = None, error: Exception | None = None, *, done: bool = True) -> None:
+    def __init__(
+        self, value: Any = None, error: Exception | None = None, *, done: bool = True
+    ) -> None:
         self.value, self.error, self.done = value, error, done
 
     def __await__(self) -> Iterator[Any]:
@@ -47,7 +49,9 @@ class LocalActor:
     died.
     """
 
-    def __init__(self, local: "LocalRay", name: str, gpus: list[int], make: Callable[[], Any]) -> None:
+    def __init__(
+        self, local: "LocalRay", name: str, gpus: list[int], make: Callable[[], Any]
+    ) -> None:
         self.local, self.name, self.gpus = local, name, gpus
         self.lives = True
         self.instance = local.run(self, make)
@@ -82,7 +86,9 @@ class LocalMethod:
 
 
 class LocalClass:
-    def __init__(self, local: "LocalRay", actor_class: type, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, local: "LocalRay", actor_class: type, options: dict[str, Any] | None = None
+    ) -> None:
         self._local, self._class, self._options = local, actor_class, options or {}
 
     def options(self, **options: Any) -> "LocalClass":
@@ -133,7 +139,9 @@ class LocalRay:
             raise refs.error
         return refs.value
 
-    def wait(self, refs: Sequence[Any], *, num_returns: int = 1, **_: Any) -> tuple[list[Any], list[Any]]:
+    def wait(
+        self, refs: Sequence[Any], *, num_returns: int = 1, **_: Any
+    ) -> tuple[list[Any], list[Any]]:
         done = [ref for ref in refs if ref.done][:num_returns]
         return done, [ref for ref in refs if ref not in done]
 
@@ -157,19 +165,28 @@ class LocalRay:
                 if before is not None:
                     os.environ["CUDA_VISIBLE_DEVICES"] = before
 
-    def call(self, actor: LocalActor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalRef:
+    def call(
+        self, actor: LocalActor, method: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> LocalRef:
         if not actor.lives:
             return LocalRef(error=ActorDiedError())
         try:
             return LocalRef(
-                self.run(actor, lambda: self._awaited(getattr(actor.instance, method)(*args, **kwargs)))
+                self.run(
+                    actor,
+                    lambda: self._awaited(getattr(actor.instance, method)(*args, **kwargs)),
+                )
             )
         except NeverReturnsError:
             return LocalRef(done=False)
         except Exception as error:
-            return LocalRef(error=raised_in(actor, method, error) if actor.lives else ActorDiedError())
+            return LocalRef(
+                error=raised_in(actor, method, error) if actor.lives else ActorDiedError()
+            )
 
-    def stream(self, actor: LocalActor, method: str, args: Sequence[Any]) -> Iterator[LocalRef]:
+    def stream(
+        self, actor: LocalActor, method: str, args: Sequence[Any]
+    ) -> Iterator[LocalRef]:
         if not actor.lives:
             yield LocalRef(error=ActorDiedError())
             return
@@ -180,7 +197,11 @@ class LocalRay:
             except StopAsyncIteration:
                 return
             except Exception as error:
-                yield LocalRef(error=raised_in(actor, method, error) if actor.lives else ActorDiedError())
+                yield LocalRef(
+                    error=raised_in(actor, method, error)
+                    if actor.lives
+                    else ActorDiedError()
+                )
                 return
 
     def _awaited(self, value: Any) -> Any:

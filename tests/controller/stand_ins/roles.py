@@ -39,7 +39,12 @@ from workers.batch.score import Score
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import Response, SampleRequest, SampleResult
 from workers.errors import CheckpointError
-from workers.model.checkpoint.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import (
+    Manifest,
+    StoredFile,
+    commit,
+    unfinished_folder,
+)
 
 TOKENS = 4  # of every prompt, and of every response
 SETTINGS = (
@@ -74,7 +79,11 @@ def write(path: Path, step: int, **progress: Any) -> Path:
     unfinished.mkdir(parents=True)
     (unfinished / "shard").write_bytes(b"weights")
     files = {"shard": StoredFile.of(unfinished / "shard")}
-    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), files))
+    commit(
+        unfinished,
+        path,
+        Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), files),
+    )
     return path
 
 
@@ -117,13 +126,19 @@ class Model(Saves):
         self.forward_backward_log_probs = Method(self._forward_backward_log_probs)
         self.optimizer_step = Method(lambda last: {"grad_norm": Metric.mean(1.0, 1)})
 
-    def _pass(self, method: str, batch: RemoteBatch, plan: Plan, *columns: str) -> PlanResult:
+    def _pass(
+        self, method: str, batch: RemoteBatch, plan: Plan, *columns: str
+    ) -> PlanResult:
         self.log.append(f"{self.name}.{method}")
         if self.meanwhile is not None:
             self.meanwhile()
-        assert method == "update" or sorted(plan.for_rank(0).rows.tolist()) == list(range(len(batch)))
+        assert method == "update" or sorted(plan.for_rank(0).rows.tolist()) == list(
+            range(len(batch))
+        )
         mismatch = {MEAN: Metric.mean(self.mismatch, 1), LARGEST: Metric.max(self.mismatch)}
-        return PlanResult({name: column(f"{self.name} {name}", len(batch)) for name in columns}, mismatch)
+        return PlanResult(
+            {name: column(f"{self.name} {name}", len(batch)) for name in columns}, mismatch
+        )
 
     def log_probs(self, batch: RemoteBatch, plan: Plan) -> PlanResult:
         return self._pass("log_probs", batch, plan, "log_probs")
@@ -143,18 +158,24 @@ class Model(Saves):
 
     def score(self, batch: RemoteBatch, plan: Plan, name: str = "") -> np.ndarray:
         self._pass("score", batch, plan)
-        return np.arange(len(batch), dtype=np.float64) if self.scores is None else self.scores
+        return (
+            np.arange(len(batch), dtype=np.float64) if self.scores is None else self.scores
+        )
 
     def _forward_backward(self, batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
         """The mini-batches of a batch are one update."""
         if self.updates and self.updates[-1][0] is batch:
             earlier = self.updates.pop()[1].mini_batches
-            self.updates.append((batch, replace(plan, mini_batches=(*earlier, *plan.mini_batches))))
+            self.updates.append(
+                (batch, replace(plan, mini_batches=(*earlier, *plan.mini_batches)))
+            )
             return {"loss": Metric.sum(1.0)}
         self.updates.append((batch, plan))
         return self._pass("update", batch, plan).metrics | {"loss": Metric.sum(1.0)}
 
-    def _forward_backward_log_probs(self, batch: RemoteBatch, plan: Plan, loss: Any) -> PlanResult:
+    def _forward_backward_log_probs(
+        self, batch: RemoteBatch, plan: Plan, loss: Any
+    ) -> PlanResult:
         self.updates.append((batch, plan))
         passed = self._pass("update", batch, plan, "log_probs")
         return PlanResult(passed.tokens, passed.metrics | {"loss": Metric.sum(1.0)})
@@ -183,7 +204,12 @@ class Engines:
     """
 
     def __init__(self, log: list[str]) -> None:
-        self.log, self.actors, self.asleep, self.fleet = log, {0: None}, False, Fleet(0, RestartBudget(0))
+        self.log, self.actors, self.asleep, self.fleet = (
+            log,
+            {0: None},
+            False,
+            Fleet(0, RestartBudget(0)),
+        )
         self._sleep_told = False
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
         self.slow: set[str] = set()
@@ -228,7 +254,9 @@ class Engines:
             self._late = self._late[len(self._late[:1]) :]
         now = [request for request in requests if request not in self._late]
         if now:
-            self._generation.receive(0, ("block"), [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
+            self._generation.receive(
+                0, ("block"), [self._answer(r, row) for row, r in enumerate(now)]
+            )  # type: ignore[arg-type]
         return bool(now)
 
     def pump_all(self, timeout_s: float = 0.0) -> None:
@@ -238,9 +266,13 @@ class Engines:
 
     def _answer(self, request: SampleRequest, row: int) -> SampleResult:
         if request.uid in self.failing:
-            return SampleResult(request.uid, request.sample, TOKENS, 0, "error", -1, "no such token")
+            return SampleResult(
+                request.uid, request.sample, TOKENS, 0, "error", -1, "no such token"
+            )
         version = self.fleet.version
-        return SampleResult(request.uid, request.sample, TOKENS, TOKENS, "stop", version, "", row, version)
+        return SampleResult(
+            request.uid, request.sample, TOKENS, TOKENS, "stop", version, "", row, version
+        )
 
     def _answer_round(self, generation: Generation) -> bool:
         self.log.append("generate")
@@ -268,7 +300,9 @@ class Rewards:
     """
 
     engines: Engines
-    reward: Callable[[str, int, bool], float | Score | None] = lambda uid, sample, greedy: float(sample % 2)
+    reward: Callable[[str, int, bool], float | Score | None] = lambda uid, sample, greedy: (
+        float(sample % 2)
+    )
     texts: list[bool] = field(default_factory=list)
     _scores: dict[tuple[str, int], Score] = field(default_factory=dict)
 
@@ -279,13 +313,19 @@ class Rewards:
     def read(self, places: Any) -> Any:
         raise AssertionError("no response is long")
 
-    def submit(self, results: Sequence[SampleResult], block: Any, prompts: dict[str, Prompt]) -> None:
+    def submit(
+        self, results: Sequence[SampleResult], block: Any, prompts: dict[str, Prompt]
+    ) -> None:
         greedy = bool(self.engines.rounds) and self.engines.rounds[-1][1].temperature == 0
         for result in results:
             assert result.uid in prompts
             reward = self.reward(result.uid, result.sample, greedy)
             failure = "no reward" if reward is None else ""
-            score = reward if isinstance(reward, Score) else Score(reward or 0.0, "text", failure=failure)
+            score = (
+                reward
+                if isinstance(reward, Score)
+                else Score(reward or 0.0, "text", failure=failure)
+            )
             self._scores[result.key] = score
 
     def without(self, result: SampleResult) -> None:
@@ -305,7 +345,10 @@ class Numbered:
 
     def take(self, start: int, count: int) -> list[Prompt]:
         ids = np.ones(TOKENS, np.int32)
-        return [Prompt(str(i), ids, {"prompt": str(i), "level": i}) for i in range(start, start + count)]
+        return [
+            Prompt(str(i), ids, {"prompt": str(i), "level": i})
+            for i in range(start, start + count)
+        ]
 
 
 class LocalRoles(WorkerGroups):
@@ -323,8 +366,14 @@ class LocalRun:
             None, [*SETTINGS, "model.share_prefixes=never", f"run.dir={folder}", *overrides]
         )
         self.folder, self.log = config.run_folder, list[str]()
-        self.policy, self.reference = Model("policy", self.log), Model("reference", self.log)
-        self.critic, self.reward_model = Model("critic", self.log), Model("reward_model", self.log)
+        self.policy, self.reference = (
+            Model("policy", self.log),
+            Model("reference", self.log),
+        )
+        self.critic, self.reward_model = (
+            Model("critic", self.log),
+            Model("reward_model", self.log),
+        )
         self.engines = Engines(self.log)
         self.rewards = Rewards(self.engines)
         self._terminal = io.StringIO()
@@ -337,7 +386,9 @@ class LocalRun:
 
     def _session(self, config: Config, engines: Any) -> Session:
         roles: Any = LocalRoles(
-            {role: getattr(self, role) for role in config.training_roles}, engines, self.rewards
+            {role: getattr(self, role) for role in config.training_roles},
+            engines,
+            self.rewards,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._writer = RunWriter(self.folder, "", [])

@@ -24,7 +24,13 @@ from controller.preflight.checks import check
 from controller.step import step_of
 from controller.training_loop import Outcome, train
 from examples.addition.warm_start import create_model
-from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
+from tests.controller.stand_ins.gpus import (
+    StandInEngine,
+    StandInReward,
+    StandInSender,
+    StandInVllm,
+    World,
+)
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.end_to_end.faults import Listening
 from workers.config.roles import ModelConfig
@@ -54,10 +60,13 @@ def write_stand_in_workspace(folder: Path) -> None:
     """A model, a reward model, prompts and a reward function, as a configuration names them."""
     create_model(folder / "model", seed=0)
     create_model(folder / "judge", seed=1)
-    AutoModelForSequenceClassification.from_pretrained(folder / "judge", num_labels=1).save_pretrained(
-        folder / "judge"
-    )
-    records = [json.dumps({"prompt": f"{i}+{i}=", "level": i, "source": f"table {i}"}) for i in range(1, 9)]
+    AutoModelForSequenceClassification.from_pretrained(
+        folder / "judge", num_labels=1
+    ).save_pretrained(folder / "judge")
+    records = [
+        json.dumps({"prompt": f"{i}+{i}=", "level": i, "source": f"table {i}"})
+        for i in range(1, 9)
+    ]
     (folder / "prompts.jsonl").write_text("\n".join(records))
     (folder / "reward.py").write_text("def reward(response):\n    return 0.0\n")
 
@@ -95,7 +104,9 @@ class StandIns:
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
         self.collective_timeouts: list[timedelta] = []
         monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src=0: None)
+        monkeypatch.setattr(
+            torch.distributed, "broadcast_object_list", lambda objects, src=0: None
+        )
         monkeypatch.setattr(
             "workers.roles.model_worker.TrainingEngine",
             lambda model, **settings: StandInEngine(world, settings),
@@ -110,7 +121,8 @@ class StandIns:
         monkeypatch.setattr(VllmEngineActor, "_build", lambda worker: StandInVllm(world))
         # The real one ends all processes below its actor's, which here is the tests'.
         monkeypatch.setattr(
-            "workers.rollout.engine_actor.end_engine", lambda engine: engine and engine.shutdown()
+            "workers.rollout.engine_actor.end_engine",
+            lambda engine: engine and engine.shutdown(),
         )
         self._first_gpu = 0
 
@@ -129,7 +141,9 @@ class StandIns:
 
     def compute(self, dtype: str = "auto") -> None:
         """From now on the training engine is the real one, of one rank, on this process's CPU, in `dtype`."""
-        from torch.distributed import distributed_c10d  # `torch.distributed` has stand-ins for some of it
+        from torch.distributed import (
+            distributed_c10d,
+        )  # `torch.distributed` has stand-ins for some of it
 
         from workers.model.engine import TrainingEngine
 
@@ -137,24 +151,32 @@ class StandIns:
             # By a plain "gloo" a mesh, which sees the stand-ins' GPUs, would have groups of its own for each
             # dimension.
             store = torch.distributed.HashStore()
-            distributed_c10d.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
+            distributed_c10d.init_process_group(
+                "cpu:gloo", store=store, rank=0, world_size=1
+            )
 
         def make(model: ModelConfig, **settings: Any) -> TrainingEngine:
-            return TrainingEngine(replace(model, dtype=dtype), **settings | {"device": "cpu"})
+            return TrainingEngine(
+                replace(model, dtype=dtype), **settings | {"device": "cpu"}
+            )
 
         broadcast = distributed_c10d.broadcast_object_list
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
         self._monkeypatch.setattr("workers.roles.model_worker.TrainingEngine", make)
         self.world.tower = ()  # the computed models read text
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
-        self._monkeypatch.setattr("controller.algorithm.logprob_check.LogProbCheck.compare", lambda *_: None)
+        self._monkeypatch.setattr(
+            "controller.algorithm.logprob_check.LogProbCheck.compare", lambda *_: None
+        )
 
     def begin_anew(self) -> None:
         """All GPUs are free: those who had them have ended."""
         self._first_gpu = 0
         self.world.ledger.forget()
 
-    def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
+    def run(
+        self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs
+    ) -> StandInRun:
         config = load(None, [*SETTINGS, *overrides])
         check(config)
         inputs, console = read(config), Listening()
@@ -164,7 +186,9 @@ class StandIns:
             with training(config, inputs, console, budget) as started:
                 return train(started, step_of(inputs.step))
 
-        return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
+        return StandInRun(
+            self.world, config, recovering(attempt, config, console.log), console.said
+        )
 
     @contextmanager
     def open(
@@ -175,7 +199,9 @@ class StandIns:
         check(config, needs_data=False)
         self.begin_anew()
         with running(
-            config, read(config) if config.has_data else inputs_without_data(config), Listening()
+            config,
+            read(config) if config.has_data else inputs_without_data(config),
+            Listening(),
         ) as mine:
             yield mine
 

@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     gpus = 0 if options.device == "cpu" else len(cards())
     device = "cuda" if gpus else "cpu"
-    parts = [part for part in parts_of(device) if not options.only or part.name in options.only]
+    parts = [
+        part for part in parts_of(device) if not options.only or part.name in options.only
+    ]
     options.folder.mkdir(parents=True, exist_ok=True)
     deadline = monotonic() + 60 * options.minutes
     outcomes: list[Outcome] = []
@@ -28,13 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for index, part in enumerate(parts):
         left = deadline - monotonic()
-        outcome = prove(parts, index, seconds_left=left, device=device, gpus=gpus, folder=options.folder)
+        outcome = prove(
+            parts, index, seconds_left=left, device=device, gpus=gpus, folder=options.folder
+        )
         outcomes.append(outcome)
-        save_json(options.folder / "proof.json", outcomes)  # also if a later part ends this program
-        print(f"{outcome.verdict:12}{part.name:24}{outcome.seconds:6.0f} s  {outcome.reason}", flush=True)
+        save_json(
+            options.folder / "proof.json", outcomes
+        )  # also if a later part ends this program
+        print(
+            f"{outcome.verdict:12}{part.name:24}{outcome.seconds:6.0f} s  {outcome.reason}",
+            flush=True,
+        )
     if options.output:
         record = options.output.with_suffix(".json")
-        earlier = earlier_outcomes(record, [part.name for part in parts]) if options.only else []
+        earlier = (
+            earlier_outcomes(record, [part.name for part in parts]) if options.only else []
+        )
         save_json(record, [*earlier, *outcomes])
         write_section(options.output, section_of([*earlier, *outcomes]))
     else:
@@ -44,10 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [part.name for part in parts_of("cuda")]
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.prove", description="Prove a card.")
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts together (25)")
-    parser.add_argument("--output", type=Path, help="page whose section is replaced, with a JSON beside it")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: small parts")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.prove", description="Prove a card."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="for all parts together (25)"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="page whose section is replaced, with a JSON beside it"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="cpu: small parts"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -56,10 +75,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="PART",
         help=f"earlier results of other parts stay: {', '.join(names)}",
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/proof"), help="logs and facts of parts")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/proof"), help="logs and facts of parts"
+    )
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise a part would outlive its program
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # otherwise a part would outlive its program
     sys.exit(main())

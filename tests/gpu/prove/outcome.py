@@ -58,7 +58,13 @@ def missing_of(part: Part, gpus: int) -> str:
 
 
 def prove(
-    parts: Sequence[Part], index: int, *, seconds_left: float, device: str, gpus: int, folder: Path
+    parts: Sequence[Part],
+    index: int,
+    *,
+    seconds_left: float,
+    device: str,
+    gpus: int,
+    folder: Path,
 ) -> Outcome:
     """Run `parts[index]`, whatever the earlier ones gave."""
     part = parts[index]
@@ -76,8 +82,15 @@ def run_part(part: Part, seconds: float, device: str, folder: Path) -> Outcome:
     facts_path = folder / f"{part.name}.json"
     log_path = folder / f"{part.name}.log"
     facts_path.unlink(missing_ok=True)
-    environment = os.environ | {FACTS_FILE: str(facts_path), SECONDS: f"{seconds - GRACE_S:.0f}"}
-    environment |= {"BALLAST_PROOF_DEVICE": device, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        FACTS_FILE: str(facts_path),
+        SECONDS: f"{seconds - GRACE_S:.0f}",
+    }
+    environment |= {
+        "BALLAST_PROOF_DEVICE": device,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     start = monotonic()
     with log_path.open("w") as log:
         process = subprocess.Popen(
@@ -98,7 +111,9 @@ def run_part(part: Part, seconds: float, device: str, folder: Path) -> Outcome:
     verdict, reason = judge(code, last_line(log_path), seconds)
     if verdict == PASSED and "text" not in facts and part.module.endswith("benchmark"):
         facts["text"] = log_path.read_text()
-    return Outcome(part.name, part.title, verdict, round(monotonic() - start, 1), reason, facts)
+    return Outcome(
+        part.name, part.title, verdict, round(monotonic() - start, 1), reason, facts
+    )
 
 
 def judge(code: int | None, line: str, seconds: float) -> tuple[str, str]:

@@ -31,7 +31,9 @@ PHASE_NAMES = {
 
 
 def save_json(path: Path, outcomes: Sequence[Outcome]) -> None:
-    path.write_text(json.dumps({"parts": [asdict(outcome) for outcome in outcomes]}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"parts": [asdict(outcome) for outcome in outcomes]}, indent=2) + "\n"
+    )
 
 
 def earlier_outcomes(path: Path, names: Sequence[str]) -> list[Outcome]:
@@ -58,7 +60,9 @@ def section_of(outcomes: Sequence[Outcome]) -> str:
 
 def _versions(outcomes: Sequence[Outcome]) -> Iterator[str]:
     facts = next((outcome.facts for outcome in outcomes if outcome.part == "versions"), {})
-    packages = ", ".join(f"{name} {number}" for name, number in facts.get("packages", {}).items())
+    packages = ", ".join(
+        f"{name} {number}" for name, number in facts.get("packages", {}).items()
+    )
     cards = "; ".join(facts.get("cards", [])) or "no card"
     commit = facts.get("commit") or "no commit known"
     yield f"By `python -m tests.gpu.prove`, at {commit}: {cards}. Python {facts.get('python', '?')}, {packages}."
@@ -69,7 +73,13 @@ def _verdicts(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |"
     for outcome in outcomes:
         words = outcome.reason or _tests_in_words(outcome.facts)
-        cells = [outcome.part, outcome.title, outcome.verdict, f"{outcome.seconds:.0f}", _cell(words)]
+        cells = [
+            outcome.part,
+            outcome.title,
+            outcome.verdict,
+            f"{outcome.seconds:.0f}",
+            _cell(words),
+        ]
         yield f"| {' | '.join(cells)} |"
 
 

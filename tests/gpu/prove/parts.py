@@ -40,7 +40,9 @@ def suite(file: str, title: str, share: float, *packages: str, gpus: int = 0) ->
 
 
 def whole_run(name: str, title: str, share: float, least_s: float, gpus: int = 0) -> Part:
-    return Part(name, title, "tests.gpu.prove.whole_run", (name,), share, least_s, WHOLE, gpus)
+    return Part(
+        name, title, "tests.gpu.prove.whole_run", (name,), share, least_s, WHOLE, gpus
+    )
 
 
 def parts_of(device: str) -> list[Part]:
@@ -52,9 +54,17 @@ def parts_of(device: str) -> list[Part]:
     apart = 2 if on_gpus else 0
     start_s = 150.0 if on_gpus else 60.0  # a run's processes, engine and first step
     benchmark = () if on_gpus else ("--tiny", "--device", "cpu", "--repeats", "1")
-    whole_run_tests = suite("test_loop", "weights after every update, float32", 3, "ray", "vllm", gpus=1)
+    whole_run_tests = suite(
+        "test_loop", "weights after every update, float32", 3, "ray", "vllm", gpus=1
+    )
     return [
-        Part("versions", "versions and the card", "tests.gpu.prove.versions", share=0.5, packages=()),
+        Part(
+            "versions",
+            "versions and the card",
+            "tests.gpu.prove.versions",
+            share=0.5,
+            packages=(),
+        ),
         suite("test_attention_kernels", "attention kernels against float64", 1),
         suite("test_invariance", "packed equals unpacked", 1.5),
         whole_run("quickstart", "quickstart, colocated", 4, start_s),
@@ -70,10 +80,19 @@ def parts_of(device: str) -> list[Part]:
         whole_run("agent", "an agent", 3, start_s),
         whole_run("trained_tower", "images, trained tower", 3, start_s),
         whole_run("apart", "engines apart, one update ahead", 3, start_s, gpus=apart),
-        whole_run("adapters", "engines apart, LoRA's adapters sent", 3, start_s, gpus=apart),
+        whole_run(
+            "adapters", "engines apart, LoRA's adapters sent", 3, start_s, gpus=apart
+        ),
         suite("test_training", "compiled layers, offload, memory of an update", 2),
         suite("test_doctor", "the doctor", 2, "ray", "vllm", gpus=1),
-        Part("benchmark", "training speed", "tests.gpu.benchmark", benchmark, share=6, least_s=60.0),
+        Part(
+            "benchmark",
+            "training speed",
+            "tests.gpu.benchmark",
+            benchmark,
+            share=6,
+            least_s=60.0,
+        ),
     ]
 
 

@@ -24,11 +24,16 @@ def describe_prediction(run_folder: Path, device: str) -> dict[str, Any]:
     assert isinstance(config, Config)
     cluster = this_cluster(device)
     if cluster is None:
-        return {"predicted": {}, "not_predicted": f"no figures of {torch.cuda.get_device_name()}"}
+        return {
+            "predicted": {},
+            "not_predicted": f"no figures of {torch.cuda.get_device_name()}",
+        }
     problem, _ = read_problem(config, cluster, TimeOptions(lengths=run_folder))
     step_time = problem.seconds(layout_of(config, cluster))
     phases = {name: round(phase.seconds, 3) for name, phase in step_time.phases.items()}
-    predicted: dict[str, Any] = {"predicted": phases | {"step": round(step_time.seconds, 3)}}
+    predicted: dict[str, Any] = {
+        "predicted": phases | {"step": round(step_time.seconds, 3)}
+    }
     if device == "cuda":
         memory = measure(config)
         host = host_memory(config, memory, ranks=1)
@@ -53,7 +58,12 @@ def utilization(config: Config, run_folder: Path, cluster: Cluster) -> dict[str,
     shape = shape_of(config)
     run = RunFolder(run_folder)
     rates = [row.get(RATE, 0.0) for row in run.metrics]
-    length = config.data.max_prompt_tokens + config.longest_response  # random weights hardly ever end earlier
+    length = (
+        config.data.max_prompt_tokens + config.longest_response
+    )  # random weights hardly ever end earlier
     flops_of_token = 6 * shape.active + 3 * shape.attention * length
     peak = machine_of(cluster).flops(config.compute_dtype)
-    return {"update_tokens_per_s": round(max(rates)), "update_mfu": max(rates) * flops_of_token / peak}
+    return {
+        "update_tokens_per_s": round(max(rates)),
+        "update_mfu": max(rates) * flops_of_token / peak,
+    }

@@ -26,7 +26,12 @@ QUERY = "name,driver_version,memory.total,memory.used,compute_cap,power.limit"
 
 
 def main() -> None:
-    write_facts(python=platform.python_version(), packages=versions(), cards=cards(), commit=commit())
+    write_facts(
+        python=platform.python_version(),
+        packages=versions(),
+        cards=cards(),
+        commit=commit(),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -50,7 +55,9 @@ def commit() -> str:
 
 def lines_of(words: list[str]) -> list[str]:
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
 

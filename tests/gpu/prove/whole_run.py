@@ -52,8 +52,17 @@ def settings_of(workload: Workload, folder: Path, device: str) -> list[str]:
         settings.append(f"reward.function={folder / 'reward.py'}:reward")
     if device == "cuda":
         return settings
-    settings = [line for line in settings if not line.startswith(("rollout.gpu_", "rollout.placement"))]
-    settings += [*ON_CPUS, "batch.prompts_per_step=4", "rollout.samples_per_prompt=2", "run.steps=3"]
+    settings = [
+        line
+        for line in settings
+        if not line.startswith(("rollout.gpu_", "rollout.placement"))
+    ]
+    settings += [
+        *ON_CPUS,
+        "batch.prompts_per_step=4",
+        "rollout.samples_per_prompt=2",
+        "run.steps=3",
+    ]
     return [*settings, "rollout.sampling.max_new_tokens=16"]
 
 
@@ -75,9 +84,15 @@ class Watch:
         if seconds - self._looked < CARD_S:
             return
         self._looked = seconds
-        query = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=memory.used,utilization.gpu",
+            "--format=csv,noheader,nounits",
+        ]
         for line in lines_of(query):
-            used, busy = (int(word) if word.strip().isdigit() else 0 for word in line.split(","))
+            used, busy = (
+                int(word) if word.strip().isdigit() else 0 for word in line.split(",")
+            )
             self.peak_mib = max(self.peak_mib, used)
             if busy and not self.card_used_s:
                 self.card_used_s = round(seconds, 1)
@@ -92,7 +107,9 @@ def steps_of(run_folder: Path) -> list[dict[str, Any]]:
 
 def run(config: Path, watch: Watch, seconds: float) -> int | None:
     """Run controller.fit for at most `seconds`. Returns its exit code, None if it had to be ended."""
-    process = subprocess.Popen([sys.executable, "-m", "controller.fit", "--config", str(config)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "controller.fit", "--config", str(config)]
+    )
     try:
         while process.poll() is None and time.monotonic() - watch.began < seconds - END_S:
             time.sleep(LOOK_S)
@@ -109,7 +126,9 @@ def run(config: Path, watch: Watch, seconds: float) -> int | None:
     return code
 
 
-def problem_of(workload: Workload, code: int | None, steps: Sequence[dict[str, Any]], planned: int) -> str:
+def problem_of(
+    workload: Workload, code: int | None, steps: Sequence[dict[str, Any]], planned: int
+) -> str:
     """Return why a run is no proof, or an empty text."""
     if code:
         return ""  # the run's own error is its last line
@@ -130,7 +149,9 @@ def seconds_of_phases(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return medians over the steps after the first two, which compile and allocate."""
     warm = steps[WARM_STEPS:] or steps[-1:]
     names = [name for name in PHASES if all(f"time/{name}_s" in step for step in warm)]
-    return {name: round(median(step[f"time/{name}_s"] for step in warm), 3) for name in names}
+    return {
+        name: round(median(step[f"time/{name}_s"] for step in warm), 3) for name in names
+    }
 
 
 def main(name: str) -> int:

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from examples.addition import data as addition
 from examples.addition import warm_start as addition_start
@@ -29,7 +34,10 @@ VOCABULARY = 151_936
 SMALL = ("rollout.gpu_memory_utilization=0.2", "policy.optimizer.learning_rate=1e-3")
 TEXTS = ("reward.function=examples/addition/reward.py:reward", "data.max_prompt_tokens=26")
 TEXTS += ("rollout.sampling.max_new_tokens=48", "policy.max_tokens_per_micro_batch=2048")
-TURNS = ("reward.function=examples/tools/reward.py:exact_match", "data.max_prompt_tokens=64")
+TURNS = (
+    "reward.function=examples/tools/reward.py:exact_match",
+    "data.max_prompt_tokens=64",
+)
 TURNS += (
     "rollout.max_turns=3",
     "rollout.sampling.max_new_tokens=40",
@@ -38,9 +46,24 @@ TURNS += (
 IMAGES = ("reward.function=examples/vision/reward.py:reward", "data.max_prompt_tokens=32")
 IMAGES += ("rollout.sampling.max_new_tokens=24", "policy.max_tokens_per_micro_batch=2048")
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32},
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "head_dim": 128},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    },
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "head_dim": 128,
+    },
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "head_dim": 128,
+    },
 }
 HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "4B": (32, 8)}
 
@@ -134,7 +157,10 @@ def make_qwen3(folder: Path, size: str, device: str) -> None:
     names = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     save(config, folder, device, PreTrainedTokenizerFast(tokenizer_object=tokens, **names))
     generator = random.Random(0)
-    prompts = [" ".join(f"t{generator.randrange(3, vocabulary)}" for _ in range(120)) for _ in range(128)]
+    prompts = [
+        " ".join(f"t{generator.randrange(3, vocabulary)}" for _ in range(120))
+        for _ in range(128)
+    ]
     write_records(folder / "train.jsonl", ({"prompt": prompt} for prompt in prompts))
     (folder / "reward.py").write_text(
         "def reward(response):\n    return float(sum(map(ord, response)) % 7)\n"
@@ -146,7 +172,9 @@ def save(config: Any, folder: Path, device: str, tokens: PreTrainedTokenizerFast
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / "model")
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(
+            folder / "model"
+        )
     tokens.save_pretrained(folder / "model")
 
 
@@ -185,9 +213,13 @@ AHEAD = (APART, "rollout.max_staleness=1")
 WORKLOADS = {
     "quickstart": Workload(make_addition, (*SMALL, *TEXTS), steps=8),
     "lora": Workload(make_addition, (*SMALL, *TEXTS, *LORA)),
-    "adapters": Workload(make_addition, (*SMALL, *TEXTS, *LORA, "model.lora.sync=adapters", APART)),
+    "adapters": Workload(
+        make_addition, (*SMALL, *TEXTS, *LORA, "model.lora.sync=adapters", APART)
+    ),
     "frozen_tower": Workload(make_images, (*SMALL, *IMAGES), most_mismatch=0.05),
-    "trained_tower": Workload(make_images, (*SMALL, *IMAGES, "model.train_vision=true"), most_mismatch=0.05),
+    "trained_tower": Workload(
+        make_images, (*SMALL, *IMAGES, "model.train_vision=true"), most_mismatch=0.05
+    ),
     "hybrid": Workload(make_hybrid, (*SMALL, *TEXTS, *BF16), most_mismatch=0.05),
     "tools": Workload(make_tools, (*SMALL, *TURNS, *TOOLS), most_mismatch=0.02),
     "agent": Workload(make_agent, (*SMALL, *TURNS, *AGENT), most_mismatch=0.02),

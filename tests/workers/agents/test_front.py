@@ -26,7 +26,15 @@ NOTHING = SessionRecord()
 
 def node(number: int, parent: int = -1) -> Node:
     ids = np.array([number], np.int32)
-    return Node(number, Response(ids, ids * 0.0, ids), "", {}, [f"answer-{number}"], parent, received=True)
+    return Node(
+        number,
+        Response(ids, ids * 0.0, ids),
+        "",
+        {},
+        [f"answer-{number}"],
+        parent,
+        received=True,
+    )
 
 
 @dataclass
@@ -55,7 +63,11 @@ class Gateway:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.heard.append(
-            (request.path_qs, request.headers["Authorization"], (await request.read()).decode())
+            (
+                request.path_qs,
+                request.headers["Authorization"],
+                (await request.read()).decode(),
+            )
         )
         try:
             await self.hang.wait()
@@ -113,7 +125,9 @@ class Stage:
         self, name: str, path: str, body: Any = None, *, key: str = "", method: str = "POST"
     ) -> tuple[int, Any]:
         headers = {"x-api-key": key or self.front.key_of(name)}
-        async with self.http.request(method, self.url + path, json=body, headers=headers) as answer:
+        async with self.http.request(
+            method, self.url + path, json=body, headers=headers
+        ) as answer:
             return answer.status, await answer.json()
 
 
@@ -135,7 +149,11 @@ async def staged(**settings: Any) -> AsyncIterator[Stage]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"ASK_SECONDS": 0.3, "RETURN_SECONDS": 0.4, "AGAIN_SECONDS": 0.02}.items():
+    for name, seconds in {
+        "ASK_SECONDS": 0.3,
+        "RETURN_SECONDS": 0.4,
+        "AGAIN_SECONDS": 0.02,
+    }.items():
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -151,17 +169,25 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
     async def play() -> None:
         async with staged() as stage:
             assert await stage.ask() == (204, None)
-            offer = stage.begin(stage.front.offer("s", {"prompt": "ü", "n": np.int64(3)}, NOTHING))
+            offer = stage.begin(
+                stage.front.offer("s", {"prompt": "ü", "n": np.int64(3)}, NOTHING)
+            )
             status, given = await stage.ask()
             assert (status, given["record"]) == (200, {"prompt": "ü", "n": 3})
-            assert given["base_url"] == f"{given['session_url']}/v1" == f"{stage.url}/sessions/s/v1"
+            assert (
+                given["base_url"]
+                == f"{given['session_url']}/v1"
+                == f"{stage.url}/sessions/s/v1"
+            )
             assert await offer == Takeover(NOTHING, goes_on=False, ended=False)
             assert not await stage.front.turn(
                 "s", SessionRecord((node(1),)), 2
             )  # it was restarted and lacks one
             assert await stage.front.turn("s", SessionRecord((node(0), node(1))), 2)
             assert await stage.front.turn("s", SessionRecord((node(9),)), 3)
-            early = stage.begin(stage.call("s", "/sessions/s/v1/chat?a=1", {"x": 1}, key=given["api_key"]))
+            early = stage.begin(
+                stage.call("s", "/sessions/s/v1/chat?a=1", {"x": 1}, key=given["api_key"])
+            )
             gateway = await stage.gateway("a")
             played = stage.begin(stage.front.play("s", f"{gateway.url}/s/inner", "secret"))
             assert await early == (200, {"id": "answer-0", "of": "a"})
@@ -176,18 +202,27 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
                 gateway.hang.set()
                 assert (await stream.read()).endswith(b"[DONE]\n\n")
 
-            assert (await stage.call("s", "/sessions/s/reward", {"reward": 0.5, "response_id": "answer-0"}))[
-                0
-            ] == 200
-            headers = {"x-api-key": given["api_key"], "Content-Type": "application/json; charset=unknown"}
+            assert (
+                await stage.call(
+                    "s", "/sessions/s/reward", {"reward": 0.5, "response_id": "answer-0"}
+                )
+            )[0] == 200
+            headers = {
+                "x-api-key": given["api_key"],
+                "Content-Type": "application/json; charset=unknown",
+            }
             body = b'{"reward": 0.5, "response_id": "answer-0"}'
             async with stage.http.post(
                 f"{stage.url}/sessions/s/reward", data=body, headers=headers
             ) as posted:
                 assert posted.status == 200  # the gateway reads no charset either
-            assert (await stage.call("s", "/sessions/s/bad/reward", {"reward": 1}))[0] == 400
+            assert (await stage.call("s", "/sessions/s/bad/reward", {"reward": 1}))[
+                0
+            ] == 400
             assert not played.done()
-            assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}, key=KEY))[0] == 200
+            assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}, key=KEY))[
+                0
+            ] == 200
             await played
             assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}))[
                 0
@@ -205,7 +240,9 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "breaks", "answers 500"])
-def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(how: str) -> None:
+def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(
+    how: str,
+) -> None:
     """The second answer was recorded and never reached the agent."""
 
     async def play() -> None:
@@ -227,7 +264,10 @@ def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(h
             if how == "breaks":
                 await first.die()
             taken = await stage.front.offer("s", {}, NOTHING)
-            assert (taken.goes_on, [each.received for each in taken.record.nodes]) == (True, [True, False])
+            assert (taken.goes_on, [each.received for each in taken.record.nodes]) == (
+                True,
+                [True, False],
+            )
             moved = stage.begin(stage.front.play("s", second.url, "2"))
             assert await waiting == (200, {"id": "answer-0", "of": "b"})
             assert second.heard == [("/v1/chat", "Bearer 2", '"again"')]
@@ -245,7 +285,9 @@ def test_a_client_that_goes_away_is_not_answered_for_and_a_cut_stream_is_seen() 
             gateway = await stage.gateway("a")
             stage.begin(stage.front.play("s", gateway.url, "1"))
             headers = {"x-api-key": stage.front.key_of("s")}
-            async with stage.http.post(f"{stage.url}/sessions/s/v1/stream", headers=headers) as stream:
+            async with stage.http.post(
+                f"{stage.url}/sessions/s/v1/stream", headers=headers
+            ) as stream:
                 await stream.content.readline()
                 await gateway.die()
                 with pytest.raises(ClientError):
@@ -262,7 +304,9 @@ def test_a_client_that_goes_away_is_not_answered_for_and_a_cut_stream_is_seen() 
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_a_recorded_session_waits_for_its_agent_and_then_starts_again(returns: bool) -> None:
+def test_a_recorded_session_waits_for_its_agent_and_then_starts_again(
+    returns: bool,
+) -> None:
     async def play() -> None:
         async with staged() as stage:
             record = SessionRecord((node(0), replace(node(1), received=False)), {"": 1.0})
@@ -274,7 +318,11 @@ def test_a_recorded_session_waits_for_its_agent_and_then_starts_again(returns: b
             else:
                 assert (await stage.ask())[0] == 200
             taken = await offer
-            assert (taken.goes_on, taken.ended, taken.record.rewards) == (returns, False, {"": 1.0})
+            assert (taken.goes_on, taken.ended, taken.record.rewards) == (
+                returns,
+                False,
+                {"": 1.0},
+            )
             assert [each.received for each in taken.record.nodes] == [True, False]
             stage.begin(stage.front.play("s", gateway.url, "1"))
             if returns:
@@ -291,7 +339,9 @@ def test_many_agents_get_every_session_once() -> None:
             offers = [stage.begin(stage.front.offer(name, {}, NOTHING)) for name in names]
             asked = await asyncio.gather(*[stage.ask() for _ in range(320)])
             await asyncio.gather(*offers)
-            assert sorted(given["id"] for status, given in asked if status == 200) == sorted(names)
+            assert sorted(
+                given["id"] for status, given in asked if status == 200
+            ) == sorted(names)
 
     asyncio.run(play())
 
@@ -300,10 +350,16 @@ def test_what_is_not_allowed_is_refused_in_the_apis_form() -> None:
     async def play() -> None:
         async with staged(timeout_s=0.3) as stage:
             assert (await stage.ask("guess"))[0] == 401
-            offers = [stage.begin(stage.front.offer(name, {}, NOTHING)) for name in ("s", "t")]
+            offers = [
+                stage.begin(stage.front.offer(name, {}, NOTHING)) for name in ("s", "t")
+            ]
             assert (await stage.ask())[0] == 200
-            assert (await stage.call("t", "/sessions/t/v1/chat"))[0] == 404  # nobody has it yet
-            status, refusal = await stage.call("s", "/sessions/s/v1/messages", key=stage.front.key_of("t"))
+            assert (await stage.call("t", "/sessions/t/v1/chat"))[
+                0
+            ] == 404  # nobody has it yet
+            status, refusal = await stage.call(
+                "s", "/sessions/s/v1/messages", key=stage.front.key_of("t")
+            )
             assert (status, refusal["type"], refusal["error"]["type"]) == (
                 401,
                 "error",
@@ -317,7 +373,11 @@ def test_what_is_not_allowed_is_refused_in_the_apis_form() -> None:
             with pytest.raises(EpisodeError):  # no agent asks for the other
                 await offers[1]
             taken = SessionFront(
-                KEY, "127.0.0.1", int(stage.url.rpartition(":")[2]), max_request_mib=1, timeout_s=1
+                KEY,
+                "127.0.0.1",
+                int(stage.url.rpartition(":")[2]),
+                max_request_mib=1,
+                timeout_s=1,
             )
             with refused("rollout.gateway.port", ConfigError):
                 await taken.start()

@@ -31,7 +31,10 @@ from workers.engine.session_record import Node
 from workers.engine.weights.weight_transfer import pack_weights
 
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
-NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+}
 ADD: Any = {"name": "add", "description": "Adds.", "parameters": NUMBERS}
 TOOLS: Any = [{"type": "function", "function": ADD}]
 ADD_OF_ANTHROPIC = {"name": "add", "input_schema": NUMBERS}
@@ -52,7 +55,12 @@ class Served:
             gateway=GatewayConfig(max_request_mib=1, max_concurrent_requests=16),
         )
         options = {"num_cpus": 1, "max_concurrency": 100}
-        settings = {"index": 0, "placement": "shared_memory", "max_model_tokens": 2048, "seed": 0}
+        settings = {
+            "index": 0,
+            "placement": "shared_memory",
+            "max_model_tokens": 2048,
+            "seed": 0,
+        }
         self.actor = (
             ray.remote(GatewayActor)
             .options(**options)
@@ -68,7 +76,9 @@ class Served:
 
     def client(self, name: str, **options: Any) -> openai.AsyncOpenAI:
         access: Access = self.call("open", name, **options)
-        return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0)
+        return openai.AsyncOpenAI(
+            base_url=access.base_url, api_key=access.key, max_retries=0
+        )
 
     def nodes(self, name: str) -> list[tuple[Node, np.ndarray]]:
         """The session's turns, each with its prompt. They are what the engine sampled, each once, ids and
@@ -76,18 +86,25 @@ class Served:
         """
         found = self.call("nodes", name)
         sampled = sorted(self.call("of_engine", name))
-        assert sorted(node.response.ids.tolist() for node, _ in found if not node.replayed) == sampled
+        assert (
+            sorted(node.response.ids.tolist() for node, _ in found if not node.replayed)
+            == sampled
+        )
         prompts = {node.number: prompt for node, prompt in found}
         for node, prompt in found:
             if node.parent >= 0:
                 parent = next(each for each, _ in found if each.number == node.parent)
                 before = np.concatenate([prompts[parent.number], parent.response.ids])
                 np.testing.assert_array_equal(prompt[: len(before)], before)
-            ids = torch.tensor(np.concatenate([prompt, node.response.ids])[None], dtype=torch.int64)
+            ids = torch.tensor(
+                np.concatenate([prompt, node.response.ids])[None], dtype=torch.int64
+            )
             with torch.no_grad():
                 logits = self.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             expected = logits[torch.arange(len(node.response.ids)), ids[0, len(prompt) :]]
-            np.testing.assert_allclose(node.response.log_probs, expected, atol=LOG_PROB_TOLERANCE)
+            np.testing.assert_allclose(
+                node.response.log_probs, expected, atol=LOG_PROB_TOLERANCE
+            )
         return found
 
 
@@ -98,14 +115,22 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ray.kill(found.actor)
 
 
-async def ask(client: openai.AsyncOpenAI, messages: Any, *, stream: bool, **options: Any) -> Any:
+async def ask(
+    client: openai.AsyncOpenAI, messages: Any, *, stream: bool, **options: Any
+) -> Any:
     if not stream:
         return (
-            (await client.chat.completions.create(model="any", messages=messages, **options))
+            (
+                await client.chat.completions.create(
+                    model="any", messages=messages, **options
+                )
+            )
             .choices[0]
             .message
         )
-    async with client.chat.completions.stream(model="any", messages=messages, **options) as events:
+    async with client.chat.completions.stream(
+        model="any", messages=messages, **options
+    ) as events:
         async for _ in events:
             pass
         return (await events.get_final_completion()).choices[0].message
@@ -143,14 +168,33 @@ REASONING_OF_RESPONSES = {
         *(
             (
                 "chat/completions",
-                {"messages": [*QUESTION, {"role": "assistant", "content": "It is 8.", name: THOUGHT}]},
+                {
+                    "messages": [
+                        *QUESTION,
+                        {"role": "assistant", "content": "It is 8.", name: THOUGHT},
+                    ]
+                },
             )
             for name in ("reasoning", "reasoning_content", "thinking")
         ),
-        ("messages", {"messages": [*QUESTION, {"role": "assistant", "content": ANSWER_OF_ANTHROPIC}]}),
+        (
+            "messages",
+            {
+                "messages": [
+                    *QUESTION,
+                    {"role": "assistant", "content": ANSWER_OF_ANTHROPIC},
+                ]
+            },
+        ),
         (
             "responses",
-            {"input": [*QUESTION, REASONING_OF_RESPONSES, {"role": "assistant", "content": "It is 8."}]},
+            {
+                "input": [
+                    *QUESTION,
+                    REASONING_OF_RESPONSES,
+                    {"role": "assistant", "content": "It is 8."},
+                ]
+            },
         ),
     ],
     ids=["reasoning", "reasoning_content", "thinking", "Anthropic", "Responses"],
@@ -161,14 +205,20 @@ def test_thoughts_of_a_request_reach_the_field_that_the_template_reads(
     access: Access = served.call("open", name := f"thoughts {request.node.callspec.id}")
     sent = {"model": "any", "max_tokens": 4, "max_output_tokens": 4} | body
     headers = {"authorization": f"Bearer {access.key}"}
-    answer = httpx.post(f"{access.base_url}/{route}", json=sent, headers=headers, timeout=60)
+    answer = httpx.post(
+        f"{access.base_url}/{route}", json=sent, headers=headers, timeout=60
+    )
     assert answer.status_code == 200, answer.text
     ((_, prompt),) = served.nodes(name)
-    assert f"<think>\n{THOUGHT}\n</think>\n\nIt is 8." in served.tokenizer.decode(prompt.tolist())
+    assert f"<think>\n{THOUGHT}\n</think>\n\nIt is 8." in served.tokenizer.decode(
+        prompt.tolist()
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_turns_continue_by_their_ids_and_are_what_the_engine_sampled(served: Served, stream: bool) -> None:
+def test_turns_continue_by_their_ids_and_are_what_the_engine_sampled(
+    served: Served, stream: bool
+) -> None:
     names = [f"chat{stream}{number}" for number in range(6)]
     clients = [served.client(name) for name in names]
 
@@ -187,7 +237,9 @@ def test_turns_continue_by_their_ids_and_are_what_the_engine_sampled(served: Ser
     assert again > 5  # calls are among them
 
 
-def test_a_wrong_key_another_session_and_unlisted_routes_are_refused(served: Served) -> None:
+def test_a_wrong_key_another_session_and_unlisted_routes_are_refused(
+    served: Served,
+) -> None:
     mine, other = served.call("open", "mine"), served.call("open", "other")
     with httpx.Client(headers={"authorization": f"Bearer {mine.key}"}) as client:
         for path, status in {
@@ -220,13 +272,23 @@ async def use_responses(access: Access, stream: bool) -> None:
             answer = await client.responses.create(input=items, **options)
         items += [item.model_dump(exclude_none=True) for item in answer.output]
         calls = [item for item in answer.output if item.type == "function_call"]
-        outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "8"} for call in calls]
+        outputs = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "8"}
+            for call in calls
+        ]
         items += outputs or [{"role": "user", "content": "Sure?"}]
 
 
 async def use_anthropic(access: Access, stream: bool) -> None:
-    client = anthropic.AsyncAnthropic(base_url=access.session_url, api_key=access.key, max_retries=0)
-    options: Any = {"model": "any", "tools": [ADD_OF_ANTHROPIC], "max_tokens": 2000, "system": "Be brief."}
+    client = anthropic.AsyncAnthropic(
+        base_url=access.session_url, api_key=access.key, max_retries=0
+    )
+    options: Any = {
+        "model": "any",
+        "tools": [ADD_OF_ANTHROPIC],
+        "max_tokens": 2000,
+        "system": "Be brief.",
+    }
     messages: list[Any] = list(QUESTION)
     for _ in range(4):
         if stream:
@@ -238,10 +300,14 @@ async def use_anthropic(access: Access, stream: bool) -> None:
         messages += [
             {
                 "role": "assistant",
-                "content": [block.model_dump(exclude_none=True) for block in answer.content],
+                "content": [
+                    block.model_dump(exclude_none=True) for block in answer.content
+                ],
             }
         ]
-        results = [{"type": "tool_result", "tool_use_id": use.id, "content": "8"} for use in uses]
+        results = [
+            {"type": "tool_result", "tool_use_id": use.id, "content": "8"} for use in uses
+        ]
         messages += [{"role": "user", "content": results or "Sure?"}]
     del options["max_tokens"]
     count = await client.messages.count_tokens(messages=messages, **options)
@@ -252,9 +318,13 @@ async def use_completions(access: Access, stream: bool) -> None:
     client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0)
     text = "What is"
     for _ in range(4):
-        answer: Any = await client.completions.create(model="any", prompt=text, max_tokens=9, stream=stream)
+        answer: Any = await client.completions.create(
+            model="any", prompt=text, max_tokens=9, stream=stream
+        )
         text += (
-            "".join([chunk.choices[0].text async for chunk in answer]) if stream else answer.choices[0].text
+            "".join([chunk.choices[0].text async for chunk in answer])
+            if stream
+            else answer.choices[0].text
         )
         text += " and"
 
@@ -273,7 +343,9 @@ def test_other_apis_continue_by_ids_too(served: Served, use: Any, stream: bool) 
 
 
 @pytest.mark.parametrize(("asked", "most"), [({}, 4), ({"stream_interval": 1}, 18)])
-def test_a_stream_comes_in_parts_of_several_tokens(served: Served, asked: dict[str, int], most: int) -> None:
+def test_a_stream_comes_in_parts_of_several_tokens(
+    served: Served, asked: dict[str, int], most: int
+) -> None:
     client = served.client(f"parts{most}", min_new_tokens=16)
 
     async def parts() -> int:
@@ -285,7 +357,10 @@ def test_a_stream_comes_in_parts_of_several_tokens(served: Served, asked: dict[s
 
 
 def test_several_answers_to_one_request_are_turns_of_their_own(served: Served) -> None:
-    client, options = served.client("several"), {"model": "any", "messages": QUESTION, "tools": TOOLS}
+    client, options = (
+        served.client("several"),
+        {"model": "any", "messages": QUESTION, "tools": TOOLS},
+    )
 
     async def play() -> None:
         whole: Any = await client.chat.completions.create(n=3, **options)
@@ -294,14 +369,18 @@ def test_several_answers_to_one_request_are_turns_of_their_own(served: Served) -
         for choice in whole.choices:
             message = choice.message
             await ask(
-                client, [*QUESTION, message.model_dump(exclude_none=True), *answers(message)], stream=False
+                client,
+                [*QUESTION, message.model_dump(exclude_none=True), *answers(message)],
+                stream=False,
             )
         prompts: Any = [[5, 6, 7], [8, 9]]
         await client.completions.create(model="any", prompt=prompts, n=2, max_tokens=3)
 
     asyncio.run(play())
     found = [node for node, _ in served.nodes("several")]
-    assert [node.parent for node in found] == [-1] * 5 + [-1] * 3 + [-1] * 4  # without tools: other prompts
+    assert [node.parent for node in found] == [-1] * 5 + [-1] * 3 + [
+        -1
+    ] * 4  # without tools: other prompts
     assert len({node.response.ids.tobytes() for node in found[:5]}) > 1
     assert len({name for node in found for name in node.names}) == 6
 
@@ -324,9 +403,21 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ("chat/completions", OWN, {"echo": True}),
         ("chat/completions", OWN, {"logit_bias": {"5": 10}}),
         ("chat/completions", "chat template", {"chat_template": "x"}),
-        ("chat/completions", "images", {"messages": [{"role": "user", "content": [PICTURE]}]}),
-        ("chat/completions", "context length", {"messages": [{"role": "user", "content": "x " * 3000}]}),
-        ("chat/completions", "Unicode", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (
+            "chat/completions",
+            "images",
+            {"messages": [{"role": "user", "content": [PICTURE]}]},
+        ),
+        (
+            "chat/completions",
+            "context length",
+            {"messages": [{"role": "user", "content": "x " * 3000}]},
+        ),
+        (
+            "chat/completions",
+            "Unicode",
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+        ),
         ("chat/completions", "rollout.max_turns", {"n": 101}),
         ("chat/completions", "messages", {"messages": []}),
         ("chat/completions", "", b'{"model": "any", "mess'),
@@ -334,17 +425,27 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             "responses",
             FORCED,
-            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
+            {
+                "input": "x",
+                "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
+            },
         ),
         (
             "messages",
             FORCED,
-            {"max_tokens": 9, "tools": [ADD_OF_ANTHROPIC], "tool_choice": {"type": "tool", "name": "add"}},
+            {
+                "max_tokens": 9,
+                "tools": [ADD_OF_ANTHROPIC],
+                "tool_choice": {"type": "tool", "name": "add"},
+            },
         ),
         (
             "messages",
             "images",
-            {"max_tokens": 9, "messages": [{"role": "user", "content": [PICTURE_OF_ANTHROPIC]}]},
+            {
+                "max_tokens": 9,
+                "messages": [{"role": "user", "content": [PICTURE_OF_ANTHROPIC]}],
+            },
         ),
         ("messages", "", b"{"),
         ("completions", "vocabulary", {"prompt": [100_000]}),
@@ -357,7 +458,9 @@ def test_what_a_session_cannot_do_is_refused_in_the_apis_form(
     access = served.call("open", "refused")
     if isinstance(body, dict):
         body = json.dumps({"model": "any", "messages": QUESTION} | body).encode()
-    answer = httpx.post(f"{access.base_url}/{route}", content=body, headers={"x-api-key": access.key})
+    answer = httpx.post(
+        f"{access.base_url}/{route}", content=body, headers={"x-api-key": access.key}
+    )
     assert answer.status_code == 400
     found = answer.json()
     assert said in found["error"]["message"] and found["error"]["type"]
@@ -365,7 +468,9 @@ def test_what_a_session_cannot_do_is_refused_in_the_apis_form(
     assert served.nodes("refused") == [] and served.call("left")[0] == 0
 
 
-def test_strict_tools_and_sampling_options_of_clients_change_nothing(served: Served) -> None:
+def test_strict_tools_and_sampling_options_of_clients_change_nothing(
+    served: Served,
+) -> None:
     texts = []
     for name, options in {"plain": {}, "strict": {"strict": True}}.items():
         tools: Any = [{"type": "function", "function": ADD | options}]
@@ -384,10 +489,15 @@ def test_a_retry_reads_the_answer_that_its_client_left_and_an_abandoned_one_is_d
     served: Served,
 ) -> None:
     access = served.call("open", "retried", max_new_tokens=400, min_new_tokens=400)
-    url, key = f"{access.base_url}/chat/completions", {"authorization": f"Bearer {access.key}"}
+    url, key = (
+        f"{access.base_url}/chat/completions",
+        {"authorization": f"Bearer {access.key}"},
+    )
 
     def post(timeout: float = 60.0, **headers: str) -> str:
-        return str(httpx.post(url, json=ASKED, headers=key | headers, timeout=timeout).json()["id"])
+        return str(
+            httpx.post(url, json=ASKED, headers=key | headers, timeout=timeout).json()["id"]
+        )
 
     with pytest.raises(httpx.TimeoutException):
         post(0.2)
@@ -413,8 +523,13 @@ def test_a_retry_reads_the_answer_that_its_client_left_and_an_abandoned_one_is_d
 
 def test_closing_a_session_aborts_its_requests(served: Served) -> None:
     access = served.call("open", "closed", **LONG)
-    url, key = f"{access.base_url}/chat/completions", {"authorization": f"Bearer {access.key}"}
-    with httpx.stream("POST", url, json=ASKED | {"stream": True}, headers=key, timeout=60) as stream:
+    url, key = (
+        f"{access.base_url}/chat/completions",
+        {"authorization": f"Bearer {access.key}"},
+    )
+    with httpx.stream(
+        "POST", url, json=ASKED | {"stream": True}, headers=key, timeout=60
+    ) as stream:
         lines = stream.iter_lines()
         next(lines)
         served.call("close", "closed")
@@ -426,15 +541,22 @@ def test_closing_a_session_aborts_its_requests(served: Served) -> None:
 
 def test_weights_that_change_within_a_turn_are_told_by_token(served: Served) -> None:
     access = served.call("open", "updated", **LONG)
-    url, key = f"{access.base_url}/chat/completions", {"authorization": f"Bearer {access.key}"}
-    with httpx.stream("POST", url, json=ASKED | {"stream": True}, headers=key, timeout=60) as stream:
+    url, key = (
+        f"{access.base_url}/chat/completions",
+        {"authorization": f"Bearer {access.key}"},
+    )
+    with httpx.stream(
+        "POST", url, json=ASKED | {"stream": True}, headers=key, timeout=60
+    ) as stream:
         lines = stream.iter_lines()
         next(lines)
         served.call("update_weights", pack_weights(served.model.state_dict().items()), 5)
         list(lines)
     ((node, _),) = served.call("nodes", "updated")
     assert sorted(set(node.response.versions.tolist())) == [0, 5]
-    assert (np.diff(node.response.versions) >= 0).all() and len(node.response.versions) == 1500
+    assert (np.diff(node.response.versions) >= 0).all() and len(
+        node.response.versions
+    ) == 1500
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -445,7 +567,9 @@ def test_a_record_answers_again_without_sampling(served: Served, stream: bool) -
         async def play() -> list[Any]:
             messages, found = list(QUESTION), []
             for _ in range(4):
-                message = await ask(client, messages, stream=stream if options else False, tools=TOOLS)
+                message = await ask(
+                    client, messages, stream=stream if options else False, tools=TOOLS
+                )
                 calls = [call.function.arguments for call in message.tool_calls or []]
                 found.append((message.content or "", [json.loads(call) for call in calls]))
                 messages += [message.model_dump(exclude_none=True), *answers(message)]
@@ -455,38 +579,65 @@ def test_a_record_answers_again_without_sampling(served: Served, stream: bool) -
 
     first = played(f"before{stream}")
     record = served.call("record", f"before{stream}")
-    assert played(f"again{stream}", record=replace(record, nodes=record.nodes[:3]), seed=8)[:3] == first[:3]
-    assert [node.replayed for node, _ in served.nodes(f"again{stream}")] == [True, True, True, False]
+    assert (
+        played(f"again{stream}", record=replace(record, nodes=record.nodes[:3]), seed=8)[:3]
+        == first[:3]
+    )
+    assert [node.replayed for node, _ in served.nodes(f"again{stream}")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert len(served.call("of_engine", f"again{stream}")) == 1
 
 
 def test_a_session_keeps_to_its_limits(served: Served) -> None:
-    access = served.call("open", "limited", max_turns=17, max_new_tokens=100, min_new_tokens=100)
-    url, key = f"{access.base_url}/chat/completions", {"authorization": f"Bearer {access.key}"}
+    access = served.call(
+        "open", "limited", max_turns=17, max_new_tokens=100, min_new_tokens=100
+    )
+    url, key = (
+        f"{access.base_url}/chat/completions",
+        {"authorization": f"Bearer {access.key}"},
+    )
 
     def post(messages: Any) -> httpx.Response:
-        return httpx.post(url, json={"model": "any", "messages": messages}, headers=key, timeout=60)
+        return httpx.post(
+            url, json={"model": "any", "messages": messages}, headers=key, timeout=60
+        )
 
     assert post([{"role": "user", "content": "x" * 2**20}]).status_code == 413
     for size in (70_000, 600_000):  # rendered, and not
-        assert "context length" in post([{"role": "user", "content": "x" * size}]).json()["error"]["message"]
+        assert (
+            "context length"
+            in post([{"role": "user", "content": "x" * size}]).json()["error"]["message"]
+        )
     address = httpx.URL(url)
     with socket.create_connection((address.host, address.port)) as cut:
         head = f"POST {address.path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {access.key}\r\n"
-        cut.sendall(f'{head}content-type: application/json\r\ncontent-length: 500\r\n\r\n{{"mess'.encode())
+        cut.sendall(
+            f'{head}content-type: application/json\r\ncontent-length: 500\r\n\r\n{{"mess'.encode()
+        )
 
     async def many() -> list[int]:
         async with httpx.AsyncClient(headers=key, timeout=60) as client:
-            asked = [{"model": "any", "messages": QUESTION, "user": str(number)} for number in range(20)]
+            asked = [
+                {"model": "any", "messages": QUESTION, "user": str(number)}
+                for number in range(20)
+            ]
             return [
                 each.status_code
-                for each in await asyncio.gather(*[client.post(url, json=one) for one in asked])
+                for each in await asyncio.gather(
+                    *[client.post(url, json=one) for one in asked]
+                )
             ]
 
     assert sorted(asyncio.run(many())) == [200] * 16 + [429] * 4
     assert post(QUESTION).status_code == 200
     last = post([{"role": "user", "content": "more"}])
-    assert last.status_code == 400 and "rollout.max_turns" in last.json()["error"]["message"]
+    assert (
+        last.status_code == 400 and "rollout.max_turns" in last.json()["error"]["message"]
+    )
     assert len(served.call("of_engine", "limited")) == 17 and served.call("left")[0] == 0
 
 
@@ -497,10 +648,15 @@ def test_turns_of_a_seat_are_rewarded_by_its_name(served: Served) -> None:
     async def play(seat: str, reward: float) -> None:
         headers = {"X-Session-ID": seat}
         client = openai.AsyncOpenAI(
-            base_url=access.base_url, api_key=access.key, max_retries=0, default_headers=headers
+            base_url=access.base_url,
+            api_key=access.key,
+            max_retries=0,
+            default_headers=headers,
         )
         await chat(client, 2, stream=False)
-        async with httpx.AsyncClient(headers={"authorization": f"Bearer {access.key}"}) as http:
+        async with httpx.AsyncClient(
+            headers={"authorization": f"Bearer {access.key}"}
+        ) as http:
             body = {"reward": reward, "response_id": seat}
             answer = await http.post(f"{access.session_url}/reward", json=body)
             assert answer.status_code == 200

@@ -45,7 +45,11 @@ CONTENTS = (
     parts("1", " 1"),
     parts("1 ", "1"),
 )
-CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1}},
+}
 USER, SAID = {"role": "user", "content": "5"}, {"role": "assistant", "content": "7"}
 BEFORE = {
     "system": [{"role": "system"}, USER],
@@ -71,30 +75,39 @@ def renderer_of(template: str) -> Renderer:
         return Renderer(stock_templates.tokenizer(template))
     tokenizer = stock_templates.tokenizer(stock_templates.NAMES[0])
     renderer = Renderer(
-        type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, **stock_templates.SPECIAL)
+        type(tokenizer)(
+            tokenizer_object=tokenizer.backend_tokenizer, **stock_templates.SPECIAL
+        )
     )
     renderer.tokenizer.chat_template = TEMPLATES[template]
     return renderer
 
 
-def extends(renderer: Renderer, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
+def extends(
+    renderer: Renderer, first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> bool:
     """Whether a request whose history begins with `second` continues a turn that answered `first`."""
     prompts, session = PromptRenderer(renderer), Session("s", max_turns=9)
     opened = OpenSession(session, None, 0, {}, 0)  # type: ignore[arg-type]
     asked, prompt = prompts.read(opened, prompts.messages(first), {})
     node = session.add(asked, prompt.ids, response([5, 6]), number=0, message=SAID)
-    return prompts.read(opened, prompts.messages([*second, SAID, USER]), {})[0].parent is node
+    return (
+        prompts.read(opened, prompts.messages([*second, SAID, USER]), {})[0].parent is node
+    )
 
 
 @pytest.mark.drawn(8, always=[*TEMPLATES, "gemma3"])
 @pytest.mark.parametrize("template", [*TEMPLATES, *stock_templates.NAMES])
-def test_a_history_extends_a_turn_only_if_its_messages_are_rendered_alike(template: str) -> None:
+def test_a_history_extends_a_turn_only_if_its_messages_are_rendered_alike(
+    template: str,
+) -> None:
     renderer, tried, matched = renderer_of(template), 0, dict[str, int]()
     for role, first, second in product(BEFORE, (CONTENTS[0], CONTENTS[5]), CONTENTS):
         try:
             before, after = history(role, first), history(role, second)
             rendered = [
-                renderer.text(messages, "", add_generation_prompt=True) for messages in (before, after)
+                renderer.text(messages, "", add_generation_prompt=True)
+                for messages in (before, after)
             ]
             found = extends(renderer, before, after)
         except DataError:  # a role that the template does not know
@@ -111,7 +124,9 @@ def test_a_history_extends_a_turn_only_if_its_messages_are_rendered_alike(templa
 @pytest.mark.parametrize(
     ("template", "matches"), [("the name of a tool", False), ("a line for each part", True)]
 )
-def test_keys_of_a_message_count_if_the_template_reads_them(template: str, matches: bool) -> None:
+def test_keys_of_a_message_count_if_the_template_reads_them(
+    template: str, matches: bool
+) -> None:
     renderer = renderer_of(template)
     others = history("tool", "3", name="max", tool_call_id="another")
     assert extends(renderer, history("tool", "3"), others) is matches
@@ -130,12 +145,16 @@ def test_thoughts_of_a_client_reach_the_prompt_under_each_name_or_are_named(
         for said in ({"content": "four"}, {"content": "", "tool_calls": [CALL]}):
             opened = OpenSession(Session("s", max_turns=9), None, 0, {}, 0)  # type: ignore[arg-type]
             answer = (
-                [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}] if "tool_calls" in said else []
+                [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}]
+                if "tool_calls" in said
+                else []
             )
             messages = [USER, {"role": "assistant", key: "I add."} | said, *answer]
             with suppress(DataError):  # a template without calls
                 ids = prompts.read(opened, prompts.messages(messages), {})[1].ids
-                rendered[key].append(stock_templates.tokenizer(template).decode(ids.tolist()))
+                rendered[key].append(
+                    stock_templates.tokenizer(template).decode(ids.tolist())
+                )
         named = [record.getMessage() for record in caplog.records]
         is_named = any("never reads the key" in words for words in named)
         assert any("I add." in text for text in rendered[key]) is not is_named

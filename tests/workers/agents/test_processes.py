@@ -20,15 +20,17 @@ from workers.batch.score import Score
 from workers.errors import EpisodeError
 from workers.user_code.session_keys import new_session_key
 
-VARIABLES = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret")
+VARIABLES = session_variables(
+    "http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret"
+)
 
 
 def hide_process(pid_file: str) -> None:
     """Start a process in a session of its own, whose parent ends."""
-    start = (
-        "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)"
+    start = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)"
+    Path(pid_file).write_bytes(
+        subprocess.run([sys.executable, "-c", start], check=True, stdout=-1).stdout
     )
-    Path(pid_file).write_bytes(subprocess.run([sys.executable, "-c", start], check=True, stdout=-1).stdout)
 
 
 async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
@@ -44,7 +46,10 @@ async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
             hide_process(record["pid_file"])
         case "kill" | "segfault" | "leave" as way:
             hide_process(record["pid_file"])
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "leave": 0}[way])
+            os.kill(
+                os.getpid(),
+                {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "leave": 0}[way],
+            )
             os._exit(0)
         case "grow":
             held = bytearray(300 * 2**20)
@@ -57,10 +62,15 @@ async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 
 def tell(record: dict[str, Any], base_url: str, api_key: str) -> Any:
-    found = [base_url, api_key, *(os.environ[name] for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"))]
+    found = [
+        base_url,
+        api_key,
+        *(os.environ[name] for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL")),
+    ]
     return {
         "reward": 1,
-        "right": found == [VARIABLES["OPENAI_BASE_URL"], "secret", *found[:1], base_url[:-3]],
+        "right": found
+        == [VARIABLES["OPENAI_BASE_URL"], "secret", *found[:1], base_url[:-3]],
     }
 
 
@@ -85,7 +95,9 @@ def played(
         try:
             return await asyncio.gather(*(one(pool, record) for record in records))
         finally:
-            (source,) = (child for child in psutil.Process().children() if RUNNER in child.cmdline())
+            (source,) = (
+                child for child in psutil.Process().children() if RUNNER in child.cmdline()
+            )
             assert living([child.pid for child in source.children(recursive=True)]) == []
             await pool.stop()
 
@@ -93,7 +105,9 @@ def played(
 
 
 @pytest.mark.parametrize("way", ["hide", "kill", "segfault", "leave"])
-def test_processes_of_an_agent_end_with_its_session_however_it_ends(way: str, tmp_path: Path) -> None:
+def test_processes_of_an_agent_end_with_its_session_however_it_ends(
+    way: str, tmp_path: Path
+) -> None:
     pid_file = tmp_path / "pid"
     (end,) = played(obey, {"do": way, "value": 1.0, "pid_file": str(pid_file)})
     assert end == Score(1.0, "") if way == "hide" else "ended its process" in end
@@ -106,16 +120,25 @@ def test_processes_of_an_agent_end_with_its_session_however_it_ends(way: str, tm
 
 
 def test_an_agent_costs_its_session_alone_and_leaves_no_process() -> None:
-    records = [{"do": word, "value": None} for word in ("raise", "exit", "hang", "grow", "spread")]
+    records = [
+        {"do": word, "value": None} for word in ("raise", "exit", "hang", "grow", "spread")
+    ]
     values = [
-        {"do": "", "value": value} for value in (0.5, None, {"reward": 2, "tries": 3}, {"tries": 3}, "much")
+        {"do": "", "value": value}
+        for value in (0.5, None, {"reward": 2, "tries": 3}, {"tries": 3}, "much")
     ]
     *failed, number, nothing, mapping, unnamed, text = played(obey, *records, *values)
     raised, died, late, grown, spread = failed
     assert "ValueError: no key" in raised and "ended its process" in died
     assert "rollout.agent_timeout_s=3" in late
-    assert "rollout.agent_memory_gib=0.25" in grown and "rollout.agent_processes=8" in spread
-    assert (number, nothing, mapping) == (Score(0.5, ""), None, Score(2.0, "", {"tries": 3.0}))
+    assert (
+        "rollout.agent_memory_gib=0.25" in grown and "rollout.agent_processes=8" in spread
+    )
+    assert (number, nothing, mapping) == (
+        Score(0.5, ""),
+        None,
+        Score(2.0, "", {"tries": 3.0}),
+    )
     assert "'reward'" in unnamed and "'much'" in text
 
 
@@ -166,14 +189,22 @@ ENDS = {
 }
 
 
-def test_a_command_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_fails_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "openai.py").write_text(
         "from openai import OpenAI"
     )  # a file of the user in the place of a package
-    (tmp_path / "agent.py").write_text("import json, os, sys\nexec(json.load(sys.stdin)['do'])")
-    variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", new_session_key())
+    (tmp_path / "agent.py").write_text(
+        "import json, os, sys\nexec(json.load(sys.stdin)['do'])"
+    )
+    variables = session_variables(
+        "http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", new_session_key()
+    )
     found = played(
-        f"{sys.executable} '{tmp_path}/agent.py'", *({"do": do} for do in ENDS), variables=variables
+        f"{sys.executable} '{tmp_path}/agent.py'",
+        *({"do": do} for do in ENDS),
+        variables=variables,
     )
     for failure, end in zip(found, ENDS.values(), strict=True):
         assert end in failure, failure
@@ -185,12 +216,18 @@ async def tell_key(record: dict[str, Any], base_url: str, api_key: str) -> float
     raise ValueError(api_key)
 
 
-def test_a_key_that_an_agent_prints_or_raises_is_hidden(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_an_agent_prints_or_raises_is_hidden(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     key = new_session_key()
-    variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", key)
+    variables = session_variables(
+        "http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", key
+    )
     (failure,) = played(tell_key, {}, variables=variables)
     shown = "".join(capfd.readouterr())
-    assert "the key is session-key-..." in shown and "ValueError: session-key-..." in failure
+    assert (
+        "the key is session-key-..." in shown and "ValueError: session-key-..." in failure
+    )
     assert key not in shown and key not in failure
 
 
@@ -201,5 +238,7 @@ def test_agents_keep_hosts_that_either_name_excludes_from_a_proxy(
     for variable in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "inner.example")
-    variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret")
+    variables = session_variables(
+        "http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret"
+    )
     assert variables["NO_PROXY"] == variables["no_proxy"] == "inner.example,127.0.0.1"

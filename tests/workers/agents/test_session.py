@@ -13,23 +13,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refused
-from tests.workers.rollout.sessions import TURNS, Agent, Turn, ids, message, prompt_of, response
+from tests.workers.rollout.sessions import (
+    TURNS,
+    Agent,
+    Turn,
+    ids,
+    message,
+    prompt_of,
+    response,
+)
 from workers.agents.session import Session
 from workers.engine.branches import branches_of
 from workers.engine.session_record import Node
 from workers.errors import DataError, EpisodeError
 
-REWARDS = st.lists(st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=10, max_size=10)
+REWARDS = st.lists(
+    st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=10, max_size=10
+)
 
 
 def kept_by(turns: list[Turn]) -> tuple[dict[int, list[int]], list[int]]:
     """The path to each kept turn and the leaves, by their places in the list."""
-    parents = [-1 if turn[0] < 0 or not place else turn[0] % place for place, turn in enumerate(turns)]
+    parents = [
+        -1 if turn[0] < 0 or not place else turn[0] % place
+        for place, turn in enumerate(turns)
+    ]
     kept = [place for place, turn in enumerate(turns) if turn[3] or place in parents]
     paths: dict[int, list[int]] = {-1: []}
     for place in range(len(turns)):
         paths[place] = [*paths[parents[place]], place]
-    return paths, [place for place in kept if not any(parents[other] == place for other in kept)]
+    return paths, [
+        place for place in kept if not any(parents[other] == place for other in kept)
+    ]
 
 
 @given(TURNS, REWARDS)
@@ -40,39 +55,71 @@ def test_each_path_is_a_row_and_each_token_is_trained_once_with_the_mean_of_its_
     agent = Agent(session).play(turns)
     nodes = [node for node, _ in agent.turns]
     paths, leaves = kept_by(turns)
-    below = [[leaf for leaf in leaves if place in paths[leaf]] for place in range(len(turns))]
+    below = [
+        [leaf for leaf in leaves if place in paths[leaf]] for place in range(len(turns))
+    ]
     assert [node in session.kept for node in nodes] == [bool(found) for found in below]
     if not leaves:
         assert (session.turns, session.value, session.transcript) == ([], None, [])
         return
     rows = session.rows()
     whole = [
-        part for place, node in enumerate(nodes) if below[place] for part in (node.given, node.response.ids)
+        part
+        for place, node in enumerate(nodes)
+        if below[place]
+        for part in (node.given, node.response.ids)
     ]
     assert np.array_equal(rows[0]["input_ids"], np.concatenate(whole))
     assert len(rows) == (1 if len(leaves) == 1 else 1 + len(leaves))
     trained = rows[-len(leaves) :]
     for leaf, row in zip(leaves, trained, strict=True):
-        parts = [part for place in paths[leaf] for part in (nodes[place].given, nodes[place].response.ids)]
+        parts = [
+            part
+            for place in paths[leaf]
+            for part in (nodes[place].given, nodes[place].response.ids)
+        ]
         assert np.array_equal(row["input_ids"], np.concatenate(parts))
         mask = row["loss_mask"]
-        assert np.array_equal(row["rollout_log_probs"][mask], -row["input_ids"][mask] / np.float32(8))
+        assert np.array_equal(
+            row["rollout_log_probs"][mask], -row["input_ids"][mask] / np.float32(8)
+        )
         assert np.array_equal(mask, row["weight_versions"] >= 0)
-    tokens = np.concatenate([row["input_ids"][row["loss_mask"]] for row in trained]).tolist()
+    tokens = np.concatenate(
+        [row["input_ids"][row["loss_mask"]] for row in trained]
+    ).tolist()
     expected = [
-        token for place, node in enumerate(nodes) if below[place] for token in node.response.ids.tolist()
+        token
+        for place, node in enumerate(nodes)
+        if below[place]
+        for token in node.response.ids.tolist()
     ]
-    assert sorted(tokens) == sorted(expected) == np.sort(rows[0]["input_ids"][rows[0]["loss_mask"]]).tolist()
-    assert session.response_tokens == len(tokens) == sum(count for _, count in session.version_tokens)
-    assert session.prompt_tokens + session.response_tokens + session.observation_tokens == len(
-        rows[0]["input_ids"]
+    assert (
+        sorted(tokens)
+        == sorted(expected)
+        == np.sort(rows[0]["input_ids"][rows[0]["loss_mask"]]).tolist()
+    )
+    assert (
+        session.response_tokens
+        == len(tokens)
+        == sum(count for _, count in session.version_tokens)
+    )
+    assert (
+        session.prompt_tokens + session.response_tokens + session.observation_tokens
+        == len(rows[0]["input_ids"])
     )
 
     session.reward(1.0)
-    own = {place: reward for place, reward in enumerate(rewards[: len(turns)]) if reward is not None}
+    own = {
+        place: reward
+        for place, reward in enumerate(rewards[: len(turns)])
+        if reward is not None
+    }
     for place, reward in own.items():
         session.reward(reward, f"id{place}")
-    of_leaf = {leaf: ([1.0] + [own[place] for place in paths[leaf] if place in own])[-1] for leaf in leaves}
+    of_leaf = {
+        leaf: ([1.0] + [own[place] for place in paths[leaf] if place in own])[-1]
+        for leaf in leaves
+    }
     assert session.value == pytest.approx(np.mean([of_leaf[leaf] for leaf in leaves]))
     offsets = {
         int(nodes[p].response.ids[0]): np.mean([of_leaf[x] for x in found])
@@ -91,14 +138,18 @@ def test_each_path_is_a_row_and_each_token_is_trained_once_with_the_mean_of_its_
     assert [each["kept"] for each in told] == [bool(found) for found in below]
     order = [
         int(nodes[p].response.ids[0])
-        for p in sorted(below and [p for p, b in enumerate(below) if b], key=lambda p: told[p]["turn"])
+        for p in sorted(
+            below and [p for p, b in enumerate(below) if b], key=lambda p: told[p]["turn"]
+        )
     ]
     assert order == [t for t in tokens if t in offsets]
     assert json.loads(json.dumps(told)) == told
 
 
 @given(TURNS, st.booleans())
-def test_an_agent_that_starts_again_is_answered_from_the_record(turns: list[Turn], twice: bool) -> None:
+def test_an_agent_that_starts_again_is_answered_from_the_record(
+    turns: list[Turn], twice: bool
+) -> None:
     """Turns that it does not reach again are dropped, and nothing is sampled for those that it does."""
     first = Session("s", max_turns=20)
     Agent(first).play(turns)
@@ -131,7 +182,9 @@ def test_an_agent_that_goes_on_keeps_what_it_received(turns: list[Turn]) -> None
     first = Session("s", max_turns=20)
     agent = Agent(first).play(turns)
     first.reward(3.0)
-    session = Session("s", max_turns=20, record=pickle.loads(pickle.dumps(first.snapshot())), goes_on=True)
+    session = Session(
+        "s", max_turns=20, record=pickle.loads(pickle.dumps(first.snapshot())), goes_on=True
+    )
     assert [node.number for node in session.kept] == [node.number for node in first.kept]
     assert session.value == first.value
     last, messages = agent.turns[-1]
@@ -146,7 +199,9 @@ def test_an_agent_that_goes_on_keeps_what_it_received(turns: list[Turn]) -> None
             message=message("assistant", [4_000]),
         )
     assert (node.number, node.parent) == (len(turns), last.number)
-    assert last.number in [each.number for each in session.kept]  # though nobody may have received it
+    assert last.number in [
+        each.number for each in session.kept
+    ]  # though nobody may have received it
 
 
 CALL = {
@@ -154,7 +209,12 @@ CALL = {
     "id": "a",
     "function": {"name": "sum", "arguments": '{"b": [1, 2], "a": {"y": 1, "x": 2}}'},
 }
-SAID = {"role": "assistant", "content": " Let me see.\n", "reasoning": "hm", "tool_calls": [CALL, CALL]}
+SAID = {
+    "role": "assistant",
+    "content": " Let me see.\n",
+    "reasoning": "hm",
+    "tool_calls": [CALL, CALL],
+}
 
 
 def changed_call(**function: Any) -> dict[str, Any]:
@@ -179,62 +239,120 @@ def changed_call(**function: Any) -> dict[str, Any]:
         (
             [
                 SAID
-                | {"content": [{"type": "text", "text": "Let me"}, {"type": "output_text", "text": "see."}]}
+                | {
+                    "content": [
+                        {"type": "text", "text": "Let me"},
+                        {"type": "output_text", "text": "see."},
+                    ]
+                }
             ],
             True,
         ),
-        ([SAID | {"tool_calls": [CALL, changed_call(arguments={"a": {"x": 2, "y": 1}, "b": [1, 2]})]}], True),
-        ([SAID | {"tool_calls": None}, SAID | {"content": None}], True),  # one answer as several messages
+        (
+            [
+                SAID
+                | {
+                    "tool_calls": [
+                        CALL,
+                        changed_call(arguments={"a": {"x": 2, "y": 1}, "b": [1, 2]}),
+                    ]
+                }
+            ],
+            True,
+        ),
+        (
+            [SAID | {"tool_calls": None}, SAID | {"content": None}],
+            True,
+        ),  # one answer as several messages
         ([{"role": "assistant", "content": "streamed"}], True),  # known by `also`
         ([SAID | {"tool_calls": [CALL]}], False),
         ([SAID | {"tool_calls": [CALL, changed_call(name="max")]}], False),
         ([SAID | {"tool_calls": [CALL, changed_call(arguments='{"a": 1')]}], False),
         ([SAID | {"content": "Let me see!"}], False),
-        ([SAID | {"content": [{"type": "image_url", "image_url": {"url": "Letmesee."}}]}], False),
+        (
+            [
+                SAID
+                | {"content": [{"type": "image_url", "image_url": {"url": "Letmesee."}}]}
+            ],
+            False,
+        ),
         ([], False),
     ],
 )
-def test_a_history_extends_the_turn_that_it_repeats(answer: list[dict[str, Any]], matches: bool) -> None:
+def test_a_history_extends_the_turn_that_it_repeats(
+    answer: list[dict[str, Any]], matches: bool
+) -> None:
     session = Session("s", max_turns=9)
     asked = session.find([message("user", [1])], ["tool"])
     node = session.add(asked, ids([1]), response([5, 6]), number=0, message=SAID)
     session.also(node, {"role": "assistant", "content": "streamed"})
     messages = [message("user", [1]), *answer, {"role": "tool", "content": "3"}]
     asked = session.find(messages, ["tool"])
-    assert (asked.parent, asked.covered) == ((node, len(messages) - 1) if matches else (None, 0))
+    assert (asked.parent, asked.covered) == (
+        (node, len(messages) - 1) if matches else (None, 0)
+    )
     assert session.find(messages, []).parent is None  # tools are rendered into the prompt
     assert session.find(messages[:-1], ["tool"]).parent is None  # nothing new
     assert session.find([message("user", [2]), *messages[1:]], ["tool"]).parent is None
     # Deeper turns are found by any form of those above them.
-    extended = session.find([message("user", [1]), SAID, {"role": "tool", "content": "3"}], ["tool"])
-    deeper = session.add(
-        extended, ids([1, 5, 6, 7]), response([8]), number=1, message=message("assistant", [8])
+    extended = session.find(
+        [message("user", [1]), SAID, {"role": "tool", "content": "3"}], ["tool"]
     )
-    found = session.find([*messages, message("assistant", [8]), message("user", [9])], ["tool"])
-    assert (found.parent is deeper, found.covered == len(messages) + 1) == (matches, matches)
+    deeper = session.add(
+        extended,
+        ids([1, 5, 6, 7]),
+        response([8]),
+        number=1,
+        message=message("assistant", [8]),
+    )
+    found = session.find(
+        [*messages, message("assistant", [8]), message("user", [9])], ["tool"]
+    )
+    assert (found.parent is deeper, found.covered == len(messages) + 1) == (
+        matches,
+        matches,
+    )
 
 
 @pytest.mark.parametrize("sampled", ["", "{}", " { } ", None, {}])
 @pytest.mark.parametrize("read", ["", "{}", None, {}])
-def test_a_call_without_arguments_is_the_same_in_all_its_forms(sampled: Any, read: Any) -> None:
+def test_a_call_without_arguments_is_the_same_in_all_its_forms(
+    sampled: Any, read: Any
+) -> None:
     """A call that is cut before its arguments is streamed with an empty text, and templates get a mapping."""
     session, new = Session("s", max_turns=9), message("user", [3])
     said = SAID | {"tool_calls": [changed_call(arguments=sampled)]}
-    node = session.add(session.find([message("user", [1])]), ids([1]), response([5]), number=0, message=said)
-    history = [message("user", [1]), SAID | {"tool_calls": [changed_call(arguments=read)]}, new]
+    node = session.add(
+        session.find([message("user", [1])]),
+        ids([1]),
+        response([5]),
+        number=0,
+        message=said,
+    )
+    history = [
+        message("user", [1]),
+        SAID | {"tool_calls": [changed_call(arguments=read)]},
+        new,
+    ]
     assert session.find(history).parent is node
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
 @pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("changed", ["1 1 1 1", "1 1\n1 1 ", " 1 1\n1 1", "1 1\n\n1 1", "11\n11"])
-def test_blanks_count_in_messages_that_the_policy_did_not_write(role: str, parts: bool, changed: str) -> None:
+@pytest.mark.parametrize(
+    "changed", ["1 1 1 1", "1 1\n1 1 ", " 1 1\n1 1", "1 1\n\n1 1", "11\n11"]
+)
+def test_blanks_count_in_messages_that_the_policy_did_not_write(
+    role: str, parts: bool, changed: str
+) -> None:
     def history(text: str) -> list[dict[str, Any]]:
         content = [{"type": "text", "text": text}] if parts else text
         return [{"role": role, "content": content}, message("user", [2])]
 
     session, new = Session("s", max_turns=9), message("user", [3])
-    node = session.add(session.find(history("1 1\n1 1")), ids([1]), response([5]), number=0, message=SAID)
+    node = session.add(
+        session.find(history("1 1\n1 1")), ids([1]), response([5]), number=0, message=SAID
+    )
     assert session.find([*history("1 1\n1 1"), SAID, new]).parent is node
     assert session.find([*history(changed), SAID, new]).parent is None
 
@@ -242,22 +360,34 @@ def test_blanks_count_in_messages_that_the_policy_did_not_write(role: str, parts
 def test_equal_answers_are_extended_one_each() -> None:
     session, said = Session("s", max_turns=9), message("assistant", [1])
     asked = session.find([message("user", [1])])
-    nodes = [session.add(asked, ids([1]), response([5 + n]), number=n, message=said) for n in range(2)]
+    nodes = [
+        session.add(asked, ids([1]), response([5 + n]), number=n, message=said)
+        for n in range(2)
+    ]
     messages, parents = [*asked.messages, said, message("user", [2])], []
     for n in range(2):
         found = session.find(messages)
         assert found.parent is not None
         parents.append(found.parent)
         session.add(
-            found, prompt_of(session, found), response([7]), number=2 + n, message=message("assistant", [7])
+            found,
+            prompt_of(session, found),
+            response([7]),
+            number=2 + n,
+            message=message("assistant", [7]),
         )
     assert {*parents} == {*nodes}
 
 
 @given(
-    st.lists(st.tuples(st.integers(-1, 5), st.booleans(), st.text("ab", min_size=1, max_size=3)), max_size=6)
+    st.lists(
+        st.tuples(st.integers(-1, 5), st.booleans(), st.text("ab", min_size=1, max_size=3)),
+        max_size=6,
+    )
 )
-def test_completions_extend_what_their_prompt_repeats(steps: list[tuple[int, bool, str]]) -> None:
+def test_completions_extend_what_their_prompt_repeats(
+    steps: list[tuple[int, bool, str]],
+) -> None:
     """By its text, or by its ids, whichever it is."""
     session = Session("s", max_turns=9)
     nodes, texts = list[Node](), list[str]()
@@ -266,20 +396,29 @@ def test_completions_extend_what_their_prompt_repeats(steps: list[tuple[int, boo
         before = texts[nodes.index(parent)] if parent else "p" * (number + 1)
         if by_ids:
             prompt_ids = np.concatenate(
-                [session.ids(parent) if parent else ids([number + 1]), ids([*map(ord, new)])]
+                [
+                    session.ids(parent) if parent else ids([number + 1]),
+                    ids([*map(ord, new)]),
+                ]
             )
             asked = session.find_ids(prompt_ids)
             assert asked.parent is parent
         else:
             asked = session.find_text(before + new)
             assert asked.parent is parent or (parent and parent.asked is None)
-            assert (texts[nodes.index(asked.parent)] if asked.parent else "") + asked.text == before + new
+            assert (
+                texts[nodes.index(asked.parent)] if asked.parent else ""
+            ) + asked.text == before + new
             begun = session.ids(asked.parent) if asked.parent else ids([50 + number])
             prompt_ids = np.concatenate([begun, ids([*map(ord, new)])])
-        node = session.add(asked, prompt_ids, response([200 + number]), number=number, text=f"<{number}>")
+        node = session.add(
+            asked, prompt_ids, response([200 + number]), number=number, text=f"<{number}>"
+        )
         nodes.append(node)
         texts.append(before + new + node.text)
-        assert not by_ids or session.find_ids(session.ids(node)).parent is node  # an answer that goes on
+        assert (
+            not by_ids or session.find_ids(session.ids(node)).parent is node
+        )  # an answer that goes on
 
 
 def test_limits_and_wrong_rewards_are_refused() -> None:
@@ -291,7 +430,9 @@ def test_limits_and_wrong_rewards_are_refused() -> None:
     asked = session.find([message("user", [1])])
     for number in range(2):  # those that failed count no more
         with session.sampling() as place:
-            node = session.add(asked, ids([1]), response([5]), number=place, name=f"id{number}")
+            node = session.add(
+                asked, ids([1]), response([5]), number=place, name=f"id{number}"
+            )
             node.received = True
     with refused("rollout.max_turns=2", EpisodeError), session.sampling():
         pass
@@ -325,7 +466,9 @@ def test_rows_of_a_sub_agent_share_their_own_prompt() -> None:
     prompts = [[message("system", range(100, 140)), message("user", [2])]]
     for number in range(2):
         asked = session.find(prompts[0])
-        node = session.add(asked, prompt_of(session, asked), response([900 + number]), number=9 + number)
+        node = session.add(
+            asked, prompt_of(session, asked), response([900 + number]), number=9 + number
+        )
         node.received = True
     rows = session.rows()
     branches = branches_of(rows, session.prompt_tokens)

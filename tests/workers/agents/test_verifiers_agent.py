@@ -96,8 +96,18 @@ class Says7(BaseHTTPRequestHandler):
             self.rewards[body["response_id"]] = body["reward"]
         else:
             self.seats.add(self.headers["x-session-id"])
-        choice = {"index": 0, "message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}
-        found = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "7"},
+            "finish_reason": "stop",
+        }
+        found = {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "choices": [choice],
+        }
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.end_headers()
@@ -132,7 +142,11 @@ def test_tasks_are_records_of_chat_messages(folder: str) -> None:
     text, messages, opened = records(f"verifiers:endless?{ONE}&select.limit=3")
     system = {"role": "system", "content": "Count."}
     assert text["prompt"] == [system, {"role": "user", "content": "Say 7."}]
-    assert [message["content"] for message in messages["prompt"]] == ["Count.", "Say 7.", "Now."]
+    assert [message["content"] for message in messages["prompt"]] == [
+        "Count.",
+        "Say 7.",
+        "Now.",
+    ]
     assert opened["prompt"][-1] == {"role": "user", "content": "task 2"}
     assert json.loads(json.dumps(text))["task"]["wanted"] == "7"
     for wrong in ("", "?select.limit=many", "?taskset.size=3"):
@@ -143,8 +157,16 @@ def test_tasks_are_records_of_chat_messages(folder: str) -> None:
 def test_an_episodes_rewards_are_the_sessions(folder: str, url: str) -> None:
     right, wrong, _, broken = records(f"verifiers:endless?{ONE}&select.limit=4")
     agent = Agent(f"verifiers:endless?{ONE}", folder)
-    assert asyncio.run(agent(right, url, "secret")) == {"reward": 2.0, "right": 1.0, "length": 1.0}
-    assert asyncio.run(agent(wrong, url, "secret")) == {"reward": 0.0, "right": 0.0, "length": 1.0}
+    assert asyncio.run(agent(right, url, "secret")) == {
+        "reward": 2.0,
+        "right": 1.0,
+        "length": 1.0,
+    }
+    assert asyncio.run(agent(wrong, url, "secret")) == {
+        "reward": 0.0,
+        "right": 0.0,
+        "length": 1.0,
+    }
     assert set(Says7.keys) == {"Bearer secret"}
     with refused("no such answer", EpisodeError):
         asyncio.run(agent(broken, url, "secret"))
@@ -158,11 +180,22 @@ def test_seats_that_share_the_policy_have_rewards_of_their_own(
     harness = "solver.harness.id=pair&judge.harness.id=pair"
     (record, *_) = records("verifiers:pair?select.limit=1")
     with refused("(trainable=False)", EpisodeError):
-        asyncio.run(Agent(f"verifiers:pair?{harness}&frozen=true", folder)(record, url, "secret"))
+        asyncio.run(
+            Agent(f"verifiers:pair?{harness}&frozen=true", folder)(record, url, "secret")
+        )
     Says7.seats.clear()
-    played = asyncio.run(Agent(f"verifiers:pair?{harness}&bonus=1", folder)(record, url, "secret"))
-    assert Says7.rewards.keys() == Says7.seats and sorted(Says7.rewards.values()) == [2.0, 3.0]
-    assert (played["reward"], played["solver_reward"], played["judge_reward"]) == (2.5, 2.0, 3.0)
+    played = asyncio.run(
+        Agent(f"verifiers:pair?{harness}&bonus=1", folder)(record, url, "secret")
+    )
+    assert Says7.rewards.keys() == Says7.seats and sorted(Says7.rewards.values()) == [
+        2.0,
+        3.0,
+    ]
+    assert (played["reward"], played["solver_reward"], played["judge_reward"]) == (
+        2.5,
+        2.0,
+        3.0,
+    )
     assert (played["judge_right"], played["judge_bonus"]) == (1.0, 1.0)
 
 
@@ -170,5 +203,7 @@ def test_a_seat_with_a_model_of_its_own_is_not_rewarded(folder: str, url: str) -
     harness = "solver.harness.id=pair&judge.harness.id=pair"
     (record, *_) = records("verifiers:pair?select.limit=1")
     other = f"judge.client.type=eval&judge.client.base_url={url}/../v1&judge.model=m"
-    played = asyncio.run(Agent(f"verifiers:pair?{harness}&{other}", folder)(record, url, "secret"))
+    played = asyncio.run(
+        Agent(f"verifiers:pair?{harness}&{other}", folder)(record, url, "secret")
+    )
     assert played == {"reward": 2.0, "right": 1.0, "length": 1.0}

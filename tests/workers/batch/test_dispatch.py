@@ -28,11 +28,18 @@ def ranks_of(dp: int, tp: int = 1) -> list[RankCoordinates]:
 
 
 def whole_plan(lengths: list[int], ranks: int):
-    return plan_batch(lengths, ranks=ranks, mini_batches=[np.arange(len(lengths))], max_tokens=max(lengths))
+    return plan_batch(
+        lengths,
+        ranks=ranks,
+        mini_batches=[np.arange(len(lengths))],
+        max_tokens=max(lengths),
+    )
 
 
 def test_arguments_are_the_same_or_each_dp_groups_share_which_is_put_once() -> None:
-    arguments = split_arguments(DispatchMode(Split.ALL, Join.LIST), ranks_of(3), (1,), {"k": 2}, put=id)
+    arguments = split_arguments(
+        DispatchMode(Split.ALL, Join.LIST), ranks_of(3), (1,), {"k": 2}, put=id
+    )
     assert arguments == [((1,), {"k": 2})] * 3
     lengths = [5, 3, 4, 2, 6]
     batch = RemoteBatch({"length": np.array(lengths)}, {})
@@ -42,9 +49,13 @@ def test_arguments_are_the_same_or_each_dp_groups_share_which_is_put_once() -> N
         stored.append(value)
         return len(stored) - 1
 
-    arguments = split_arguments(BY_PLAN, ranks_of(2, tp=2), (batch, whole_plan(lengths, 2)), {}, put)
+    arguments = split_arguments(
+        BY_PLAN, ranks_of(2, tp=2), (batch, whole_plan(lengths, 2)), {}, put
+    )
     assert [positional[0] for positional, _ in arguments] == [0, 0, 1, 1]
-    assert sorted(np.concatenate([share["length"] for share in stored]).tolist()) == sorted(lengths)
+    assert sorted(np.concatenate([share["length"] for share in stored]).tolist()) == sorted(
+        lengths
+    )
 
 
 def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
@@ -55,7 +66,9 @@ def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
     plan = plan_batch(lengths, ranks=4, max_tokens=50, context_degrees=ContextDegrees(2))
     arguments = split_arguments(BY_PLAN, ranks, (batch, plan), {}, put=lambda share: share)
     shares = [positional[0] for positional, _ in arguments]
-    assert [share is other for share, other in zip(shares[::2], shares[1::2], strict=True)] == [True] * 4
+    assert [
+        share is other for share, other in zip(shares[::2], shares[1::2], strict=True)
+    ] == [True] * 4
     holders = [index for index, share in enumerate(shares) if 90 in share["length"]]
     assert holders in ([0, 1, 2, 3], [4, 5, 6, 7])
     for share in shares:
@@ -75,7 +88,9 @@ def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
 def test_joining_what_was_split_restores_the_order(lengths: list[int], ranks: int) -> None:
     plan = whole_plan(lengths, ranks)
     shares = [np.array(lengths)[plan.for_rank(r).rows] for r in range(ranks)]
-    result = join_tokens(BY_PLAN, plan, len(lengths), list(range(ranks)), [{"n": Metric.sum(1)}] * ranks)
+    result = join_tokens(
+        BY_PLAN, plan, len(lengths), list(range(ranks)), [{"n": Metric.sum(1)}] * ranks
+    )
     restored = [shares[rank][row] for rank, _, row in result.tokens["log_probs"]]
     assert restored == lengths
     assert result.metrics["n"].value == ranks

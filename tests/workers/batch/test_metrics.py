@@ -33,5 +33,7 @@ def test_means_join_only_means_over_the_same_things(other: Metric) -> None:
     assert math.isnan(Metric.mean(0.0, 0.0).result())
     with pytest.raises(ValueError):
         merge([{"x": Metric.mean(1, 2, "tokens")}, {"x": other}])
-    joined = merge([{"x": Metric.mean(1, 2, "tokens")}, {"x": Metric.mean(3, 2, "tokens")}])["x"]
+    joined = merge(
+        [{"x": Metric.mean(1, 2, "tokens")}, {"x": Metric.mean(3, 2, "tokens")}]
+    )["x"]
     assert (joined.result(), joined.weight, joined.count) == (1.0, 4.0, "tokens")

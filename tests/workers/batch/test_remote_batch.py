@@ -14,11 +14,14 @@ def places_of(batch: RemoteBatch) -> list[tuple[str, int]]:
 
 def batch_of(rows: list[tuple[str, int]]) -> RemoteBatch:
     return RemoteBatch(
-        {"length": np.arange(len(rows))}, {"input_ids": places("input_ids", *zip(*rows, strict=True))}
+        {"length": np.arange(len(rows))},
+        {"input_ids": places("input_ids", *zip(*rows, strict=True))},
     )
 
 
-ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=1, max_size=20)
+ROWS = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=1, max_size=20
+)
 
 
 @given(ROWS, st.data())
@@ -65,7 +68,10 @@ def test_columns_that_do_not_fit_are_refused_by_name() -> None:
 
 
 def rows_block(*lengths: int) -> DataProto:
-    rows = [{"input_ids": np.full(n, n, np.int32), "loss_mask": np.arange(n) > 0} for n in lengths]
+    rows = [
+        {"input_ids": np.full(n, n, np.int32), "loss_mask": np.arange(n) > 0}
+        for n in lengths
+    ]
     return DataProto.from_rows(rows)
 
 
@@ -73,12 +79,21 @@ def test_gathering_fetches_rows_in_the_batch_order(ray_session) -> None:
     import ray
 
     two, one = ray.put(rows_block(3, 2)), ray.put(rows_block(5))
-    tokens = {name: places(name, [one, two, two], [0, 1, 0]) for name in ("input_ids", "loss_mask")}
+    tokens = {
+        name: places(name, [one, two, two], [0, 1, 0])
+        for name in ("input_ids", "loss_mask")
+    }
     batch = RemoteBatch(
-        {"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens, {"step": 3}
+        {"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])},
+        tokens,
+        {"step": 3},
     )
     proto = batch.gather()
-    assert [proto.row(i)["input_ids"].tolist() for i in range(3)] == [[5] * 5, [2, 2], [3, 3, 3]]
+    assert [proto.row(i)["input_ids"].tolist() for i in range(3)] == [
+        [5] * 5,
+        [2, 2],
+        [3, 3, 3],
+    ]
     assert proto.num_loss_tokens == 4 + 1 + 2
     assert proto.columns["reward"].tolist() == [1.0, 2.0, 3.0]
     assert proto.objects["uid"].tolist() == ["c", "b", "a"]

@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from workers.batch.score import Score, add_environment, check_parts, weigh_scores, with_texts
+from workers.batch.score import (
+    Score,
+    add_environment,
+    check_parts,
+    weigh_scores,
+    with_texts,
+)
 from workers.errors import DataError
 from workers.roles.reward import last_turn, turns
 
@@ -13,7 +19,9 @@ def test_an_environments_reward_is_the_samples_alone_or_beside_reward_functions(
     alone = add_environment(Score(0.0, "text"), environment, as_part=False)
     assert alone == Score(1.0, "text", {"calls": 2.0})
     both = add_environment(SCORED, environment, as_part=True)
-    assert both == Score(1.5, "text", {"environment": 1.0, "calls": 2.0, "format": 0.5}, "42")
+    assert both == Score(
+        1.5, "text", {"environment": 1.0, "calls": 2.0, "format": 0.5}, "42"
+    )
 
 
 def test_an_environments_opening_stands_before_what_was_written_after_it() -> None:
@@ -56,7 +64,11 @@ PARTS = ["environment", "shaping", "overlong_penalty", "model", "judge", "judge/
 
 @pytest.mark.parametrize("name", [*METRICS, *PARTS])
 def test_a_part_with_a_name_of_ours_is_refused(name: str) -> None:
-    for parts, environment in (((name,), ()), ((), (name,)), (("format", name), ("moves",))):
+    for parts, environment in (
+        ((name,), ()),
+        ((), (name,)),
+        (("format", name), ("moves",)),
+    ):
         with pytest.raises(DataError, match=f"'{name}'"):
             check_parts(parts, environment)
     check_parts(("format",), (name, "moves"), ours=(name,))
@@ -66,7 +78,10 @@ def test_a_part_with_a_name_of_ours_is_refused(name: str) -> None:
 def test_a_function_with_a_name_of_ours_replaces_no_number(name: str) -> None:
     scores = {name: Score(9.0, ""), "exact": Score(0.25, "", {"mean": 4.0})}
     score = weigh_scores(scores, {name: 0.0, "exact": 1.0}, "")
-    assert (score.reward, score.parts) == (0.25, {f"{name}_function": 9.0, "exact": 0.25, "exact/mean": 4.0})
+    assert (score.reward, score.parts) == (
+        0.25,
+        {f"{name}_function": 9.0, "exact": 0.25, "exact/mean": 4.0},
+    )
     check_parts(score.parts)
 
 
@@ -106,7 +121,9 @@ def test_a_response_of_one_turn_has_no_turns_to_tell_apart() -> None:
     assert turns(np.array([0, 0, 1])) == []
 
 
-@pytest.mark.parametrize("turns", [(), ({"policy": "a"}, {"environment": "b"}, {"policy": "c"})])
+@pytest.mark.parametrize(
+    "turns", [(), ({"policy": "a"}, {"environment": "b"}, {"policy": "c"})]
+)
 @pytest.mark.parametrize("opening", [(), ({"environment": "o"},)])
 def test_texts_that_were_left_out_can_be_added_later(
     turns: tuple[dict[str, str], ...], opening: tuple[dict[str, str], ...]
@@ -114,4 +131,7 @@ def test_texts_that_were_left_out_can_be_added_later(
     whole, left_out = Score(0.5, "abc", turns=turns), Score(0.5, "")
     environment = Score(0.25, "", turns=opening)
     expected = add_environment(whole, environment, as_part=False)
-    assert with_texts(add_environment(left_out, environment, as_part=False), "abc", turns) == expected
+    assert (
+        with_texts(add_environment(left_out, environment, as_part=False), "abc", turns)
+        == expected
+    )

@@ -49,12 +49,18 @@ def publish(trainer: TrainingEngine, engines: Engines, policy: str, seed: int) -
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.05)
     engines.version += 1
-    engines.pool.update_adapters({policy: ray.put(trainer.adapter_files())}, engines.version)
+    engines.pool.update_adapters(
+        {policy: ray.put(trainer.adapter_files())}, engines.version
+    )
 
 
-def of_policies(engines: Engines, policies: list[str], count: int = 6) -> list[SampleRequest]:
+def of_policies(
+    engines: Engines, policies: list[str], count: int = 6
+) -> list[SampleRequest]:
     """The same prompts and seeds for every policy, in turn."""
-    versions = {policy: engines.pool.adapter(policy) if policy else 0 for policy in policies}
+    versions = {
+        policy: engines.pool.adapter(policy) if policy else 0 for policy in policies
+    }
     return [
         replace(request, uid=f"{policy}/{request.uid}", adapter=versions[policy])
         for request in requests_for(count, samples=2)
@@ -71,10 +77,14 @@ def versions_of(finished: list[Sample]) -> dict[str, set[int]]:
     return found
 
 
-def check_log_probs(trainer: TrainingEngine, finished: list[Sample], policies: list[str]) -> None:
+def check_log_probs(
+    trainer: TrainingEngine, finished: list[Sample], policies: list[str]
+) -> None:
     responses = {}
     for policy in policies:
-        rows = [row for result, row in rows_of(finished) if result.uid.startswith(f"{policy}/")]
+        rows = [
+            row for result, row in rows_of(finished) if result.uid.startswith(f"{policy}/")
+        ]
         columns = [{name: row[name] for name in ("input_ids", "loss_mask")} for row in rows]
         batch = DataProto.from_rows(columns).as_tensors()
         if policy:
@@ -117,13 +127,19 @@ def test_an_earlier_version_is_sampled_as_it_was_also_by_a_new_engine(
     for killed in (False, True):
         if killed:
             ray.kill(engines.pool.actors[0])
-        newer = [replace(each, uid=f"{each.uid}-newer") for each in of_policies(engines, ["a"])]
+        newer = [
+            replace(each, uid=f"{each.uid}-newer") for each in of_policies(engines, ["a"])
+        ]
         both = engines.sample([*earlier, *newer])
         again, changed = both[: len(earlier)], both[len(earlier) :]
-        assert versions_of(again) == versions_of(known) and versions_of(changed) == {"a": {engines.version}}
+        assert versions_of(again) == versions_of(known) and versions_of(changed) == {
+            "a": {engines.version}
+        }
         for (_, row), (_, before) in zip(rows_of(again), rows_of(known), strict=True):
             assert np.array_equal(row["input_ids"], before["input_ids"])
-            difference = np.abs(row["rollout_log_probs"] - before["rollout_log_probs"]).max()
+            difference = np.abs(
+                row["rollout_log_probs"] - before["rollout_log_probs"]
+            ).max()
             assert difference < LOG_PROB_TOLERANCE
         check_log_probs(trainer, changed, ["a"])
     publish(trainer, engines, "a", seed=2)  # engines keep two
@@ -131,7 +147,9 @@ def test_an_earlier_version_is_sampled_as_it_was_also_by_a_new_engine(
         engines.pool.adapter("a", earlier[0].adapter)
 
 
-def test_a_policy_is_published_while_others_are_sampled(trainer: TrainingEngine, engines: Engines) -> None:
+def test_a_policy_is_published_while_others_are_sampled(
+    trainer: TrainingEngine, engines: Engines
+) -> None:
     policies = ["b", ""]
     for seed, policy in enumerate("ab"):
         publish(trainer, engines, policy, seed)
@@ -150,7 +168,9 @@ def test_a_policy_is_published_while_others_are_sampled(trainer: TrainingEngine,
     check_log_probs(trainer, finished, policies)
 
 
-def test_prefixes_are_of_one_policy_and_one_version(trainer: TrainingEngine, engines: Engines) -> None:
+def test_prefixes_are_of_one_policy_and_one_version(
+    trainer: TrainingEngine, engines: Engines
+) -> None:
     def cached() -> dict[str, int]:
         versions = {"a": engines.pool.adapter("a"), "b": engines.pool.adapter("b"), "": 0}
         requests = [
@@ -169,7 +189,9 @@ def test_prefixes_are_of_one_policy_and_one_version(trainer: TrainingEngine, eng
     assert cached() == {"a": 0, "b": 96, "": 96}
 
 
-def test_a_version_that_was_not_published_fails_its_requests_alone(engines: Engines) -> None:
+def test_a_version_that_was_not_published_fails_its_requests_alone(
+    engines: Engines,
+) -> None:
     (good, *_) = of_policies(engines, [""], count=1)
     bad = replace(good, uid="bad", adapter=10**6)
     finished, router = generate(engines.pool, [good, bad], SamplingConfig(max_new_tokens=4))

@@ -22,8 +22,12 @@ def make_experts(slots: Tensor) -> AdaptedExperts:
     experts.quant_config = FusedMoEQuantConfig.make()
     experts.set_lora_context(
         SimpleNamespace(
-            w13_lora_a_stacked=tuple(normal(ADAPTERS, EXPERTS, RANK, HIDDEN) for _ in range(2)),
-            w13_lora_b_stacked=tuple(normal(ADAPTERS, EXPERTS, INNER, RANK) for _ in range(2)),
+            w13_lora_a_stacked=tuple(
+                normal(ADAPTERS, EXPERTS, RANK, HIDDEN) for _ in range(2)
+            ),
+            w13_lora_b_stacked=tuple(
+                normal(ADAPTERS, EXPERTS, INNER, RANK) for _ in range(2)
+            ),
             w2_lora_a_stacked=(normal(ADAPTERS, EXPERTS, RANK, INNER),),
             w2_lora_b_stacked=(normal(ADAPTERS, EXPERTS, HIDDEN, RANK),),
             punica_wrapper=SimpleNamespace(token_lora_indices=slots),
@@ -33,8 +37,12 @@ def make_experts(slots: Tensor) -> AdaptedExperts:
 
 
 @pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("slots", [[0] * TOKENS, [-1] * TOKENS, [0, 1, -1, 1, 0, 0, -1, 1, 1]])
-def test_a_tokens_experts_compute_with_its_adapter(slots: list[int], on_input: bool) -> None:
+@pytest.mark.parametrize(
+    "slots", [[0] * TOKENS, [-1] * TOKENS, [0, 1, -1, 1, 0, 0, -1, 1, 1]]
+)
+def test_a_tokens_experts_compute_with_its_adapter(
+    slots: list[int], on_input: bool
+) -> None:
     """on_input: whether the weight of an expert is in the token already."""
     experts = make_experts(torch.tensor(slots))
     lora = experts._lora_context
@@ -74,4 +82,6 @@ def test_a_tokens_experts_compute_with_its_adapter(slots: list[int], on_input: b
         None,
         apply_router_weight_on_input=on_input,
     )
-    torch.testing.assert_close(output, torch.stack([expected(token) for token in range(TOKENS)]))
+    torch.testing.assert_close(
+        output, torch.stack([expected(token) for token in range(TOKENS)])
+    )

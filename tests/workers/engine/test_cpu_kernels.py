@@ -17,17 +17,27 @@ from workers.engine.cpu_kernels import NORMS, PROVIDER, GroupedAdapters
 
 def arguments(name: str, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[Any, ...]:
     """Of the operator: a norm of x, or of the sum of x and something else."""
-    return (x, weight, 1e-6) if name == "rms_norm" else (x, (x * 0.5).contiguous(), weight, 1e-6)
+    return (
+        (x, weight, 1e-6)
+        if name == "rms_norm"
+        else (x, (x * 0.5).contiguous(), weight, 1e-6)
+    )
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("shape", [(7, 32), (1, 704), (7, 3, 96)])  # of tokens, or of the heads of tokens
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize(
+    "shape", [(7, 32), (1, 704), (7, 3, 96)]
+)  # of tokens, or of the heads of tokens
 def test_a_kernel_computes_what_vllm_computes_without_it(
     name: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
 ):
     torch.manual_seed(0)
-    given = arguments(name, torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype))
+    given = arguments(
+        name, torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype)
+    )
     operator = getattr(ir.ops, name)
     expected = operator.impls["native"].impl_fn(*given)
     with operator.set_priority([PROVIDER, "native"]):
@@ -48,7 +58,8 @@ def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str
         ):
             assert operator.dispatch(*arguments(name, x, weight)).provider == "native"
         assert (
-            operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"
+            operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider
+            == "native"
         )  # of 32 numbers
 
 
@@ -71,19 +82,25 @@ def test_experts_are_chosen_with_the_bias_and_weighted_without_it(
         e_score_correction_bias=bias,
     )
     weights, experts = router._compute_routing(logits, logits, torch.int32)
-    scores = torch.softmax(logits, -1) if scoring_func == "softmax" else torch.sigmoid(logits)
+    scores = (
+        torch.softmax(logits, -1) if scoring_func == "softmax" else torch.sigmoid(logits)
+    )
     for token in range(5):
         values = scores[token] + (bias if has_bias else 0)
         expected = sorted(range(4), key=lambda expert: -float(values[expert]))[:2]
         assert experts[token].tolist() == expected
         chosen = scores[token, expected]
         total = float(chosen.sum()) if renormalize else 1.0
-        scale = 1.5 if has_bias or scoring_func == "sigmoid" else 1.0  # vLLM scales plain softmax elsewhere
+        scale = (
+            1.5 if has_bias or scoring_func == "sigmoid" else 1.0
+        )  # vLLM scales plain softmax elsewhere
         torch.testing.assert_close(weights[token], chosen / total * scale)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize("width", [0, 16])  # of each head, what another slice has in front of the rotated one
+@pytest.mark.parametrize(
+    "width", [0, 16]
+)  # of each head, what another slice has in front of the rotated one
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_heads_are_rotated_alike_in_two_and_in_three_dimensions(
     dimensions: int, width: int, is_neox: bool
@@ -93,7 +110,9 @@ def test_heads_are_rotated_alike_in_two_and_in_three_dimensions(
     tokens, heads, size = 7, 4, 32
     with set_current_vllm_config(VllmConfig()):
         rotary = RotaryEmbedding(size, size, 64, 10000.0, is_neox, torch.float32)
-    query, key = (torch.randn(tokens, count, width + size)[..., width:] for count in (heads, 1))
+    query, key = (
+        torch.randn(tokens, count, width + size)[..., width:] for count in (heads, 1)
+    )
     if dimensions == 2:
         query, key = query.reshape(tokens, -1), key.reshape(tokens, -1)
     positions = torch.arange(tokens) + 5
@@ -104,7 +123,9 @@ def test_heads_are_rotated_alike_in_two_and_in_three_dimensions(
 
 @pytest.mark.parametrize("tokens", [[5] * 6, [0] * 4, [7, 7, 0, 5, 0, 7, 5], [3, 0], [5]])
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill: bool) -> None:
+def test_each_token_gets_what_its_own_adapter_adds(
+    tokens: list[int], is_prefill: bool
+) -> None:
     """tokens: adapter of each, 0 for none. Four places, of which one is free."""
     places: list[int | None] = [3, None, 5, 7]
     torch.manual_seed(0)
@@ -140,6 +161,7 @@ def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill
     kept, looked = embedded.clone(), zip(looked_up, tokens, strict=True)
     adapters.add_lora_embedding(embedded, looked_up, b[1])
     added_rows = [
-        b[1][places.index(adapter), 0] @ row if adapter else torch.zeros(4) for row, adapter in looked
+        b[1][places.index(adapter), 0] @ row if adapter else torch.zeros(4)
+        for row, adapter in looked
     ]
     torch.testing.assert_close(embedded, kept + torch.stack(added_rows))

@@ -15,7 +15,11 @@ from workers.engine.kept_caches import KeptCaches
 from workers.engine.vllm_interface import PREFILL_TOKENS, engine_arguments
 from workers.rollout.engine_actor import Update, VllmEngineActor
 
-REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
+REQUIRED = [
+    "model.path=model",
+    "data.train=train.jsonl",
+    "reward.function=reward.py:reward",
+]
 
 
 def arguments(config: RolloutConfig, placement: str = "apart") -> AsyncEngineArgs:
@@ -68,9 +72,15 @@ def test_every_argument_that_we_give_is_ours_or_may_be_changed() -> None:
 
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
 def test_prefill_on_a_gpu_is_not_left_to_a_default_of_2048_tokens(placement: str) -> None:
-    assert arguments(RolloutConfig(), placement).max_num_batched_tokens == PREFILL_TOKENS == 8192
+    assert (
+        arguments(RolloutConfig(), placement).max_num_batched_tokens
+        == PREFILL_TOKENS
+        == 8192
+    )
     many = RolloutConfig(max_concurrent=10_000)
-    assert arguments(many, placement).max_num_batched_tokens == 10_000  # vLLM wants one a request at least
+    assert (
+        arguments(many, placement).max_num_batched_tokens == 10_000
+    )  # vLLM wants one a request at least
     own = RolloutConfig(engine={"max_num_batched_tokens": 16384})
     assert arguments(own, placement).max_num_batched_tokens == 16384
 
@@ -80,10 +90,16 @@ def test_options_go_from_the_configuration_to_vllms_arguments() -> None:
         "rollout.engine={kv_cache_dtype: fp8, quantization: fp8}",
         "rollout.engine.enable_expert_parallel=true",
     ]
-    speculative = "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 4}"
+    speculative = (
+        "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 4}"
+    )
     config = load(None, [*REQUIRED, *options, speculative])
     found = arguments(config.rollout)
-    assert (found.kv_cache_dtype, found.quantization, found.enable_expert_parallel) == ("fp8", "fp8", True)
+    assert (found.kv_cache_dtype, found.quantization, found.enable_expert_parallel) == (
+        "fp8",
+        "fp8",
+        True,
+    )
     assert found.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -105,15 +121,27 @@ class PausedEngine:
 
 @pytest.mark.parametrize(
     ("setting", "cleared"),
-    [("recompute", [1, 1, 1, 1, 1, 0]), ("keep", [0, 0, 0, 0, 0, 0]), ("auto", [0, 0, 1, 0, 0, 0])],
+    [
+        ("recompute", [1, 1, 1, 1, 1, 0]),
+        ("keep", [0, 0, 0, 0, 0, 0]),
+        ("auto", [0, 0, 1, 0, 0, 0]),
+    ],
 )
 def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(
     setting: str, cleared: list[int]
 ) -> None:
     """Six updates, of which five find a request under way that began before the first."""
-    config = load(None, [*REQUIRED, "rollout.max_staleness=2", f"rollout.kv_cache_after_update={setting}"])
+    config = load(
+        None,
+        [*REQUIRED, "rollout.max_staleness=2", f"rollout.kv_cache_after_update={setting}"],
+    )
     worker, engine = VllmEngineActor.__new__(VllmEngineActor), PausedEngine()
-    worker.index, worker.model, worker.config, worker._engine = 0, config.model, config.rollout, engine
+    worker.index, worker.model, worker.config, worker._engine = (
+        0,
+        config.model,
+        config.rollout,
+        engine,
+    )
     worker._update = Update.NONE
     caches = worker._caches = KeptCaches(config.rollout)
     with caches.request(7) as begun:

@@ -6,7 +6,9 @@ from workers.engine.prefix_hashes import hashed_places, prefix_hashes
 
 
 def numbers(*ids: int, prompt_tokens: int = 2) -> list[int]:
-    return np.frombuffer(prefix_hashes(np.array(ids, np.int32), prompt_tokens), "<u4").tolist()
+    return np.frombuffer(
+        prefix_hashes(np.array(ids, np.int32), prompt_tokens), "<u4"
+    ).tolist()
 
 
 def test_each_of_the_first_64_tokens_after_a_prompt_has_a_hash_and_a_few_of_the_rest():

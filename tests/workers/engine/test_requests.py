@@ -15,7 +15,9 @@ def test_a_seed_fits_into_63_bits(run_seed: int, step: int, uid: str, sample: in
 
 
 def test_another_process_draws_the_same_seed() -> None:
-    program = "from workers.engine.requests import sample_seed; print(sample_seed(1, 2, 'p7', 3))"
+    program = (
+        "from workers.engine.requests import sample_seed; print(sample_seed(1, 2, 'p7', 3))"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout

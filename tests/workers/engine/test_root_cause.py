@@ -6,9 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.engine.root_cause import FILE, ErrorRecorder, describe, prepare_error_file, root_cause
+from workers.engine.root_cause import (
+    FILE,
+    ErrorRecorder,
+    describe,
+    prepare_error_file,
+    root_cause,
+)
 
-START = "Engine core initialization failed. See root cause above. Failed core proc(s): {codes}"
+START = (
+    "Engine core initialization failed. See root cause above. Failed core proc(s): {codes}"
+)
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 WORKER = "WorkerProc initialization failed due to an exception in a background process. See stack trace for root cause."
 PYDANTIC = (
@@ -47,7 +55,11 @@ def log(logger: logging.Logger, *errors: Exception) -> None:
             START.format(codes={"EngineCore_DP0": 1}),
             "ValueError: a bad folder",
         ),
-        ([MemoryError("no room"), Exception(WORKER)], START.format(codes={}), "MemoryError: no room"),
+        (
+            [MemoryError("no room"), Exception(WORKER)],
+            START.format(codes={}),
+            "MemoryError: no room",
+        ),
         ([Exception(WORKER), MemoryError("no room")], DEAD, "MemoryError: no room"),
         ([ValueError(PYDANTIC)], START.format(codes={}), "Unknown dtype 'float1'"),
         (

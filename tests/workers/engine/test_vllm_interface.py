@@ -44,7 +44,9 @@ OF_THE_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 @pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory", "nearby"])
-def test_a_placement_that_cannot_move_weights_is_refused(placement: str, has_gpu: bool) -> None:
+def test_a_placement_that_cannot_move_weights_is_refused(
+    placement: str, has_gpu: bool
+) -> None:
     if placement != "nearby" and (placement == "shared_memory") != has_gpu:
         check_placement(placement, has_gpu=has_gpu)
         return
@@ -55,13 +57,21 @@ def test_a_placement_that_cannot_move_weights_is_refused(placement: str, has_gpu
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the process environment after the test."""
-    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY", HUGE_PAGES, IN_A_PROCESS):
+    for name in (
+        "OMP_NUM_THREADS",
+        "TORCHDYNAMO_DISABLE",
+        "OMP_WAIT_POLICY",
+        HUGE_PAGES,
+        IN_A_PROCESS,
+    ):
         monkeypatch.setenv(name, "before")
     for name in (HUGE_PAGES, IN_A_PROCESS):
         monkeypatch.delenv(name)
 
 
-def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(environment: None) -> None:
+def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(
+    environment: None,
+) -> None:
     prepare_environment(RolloutConfig(threads=3), "apart")
     assert os.environ["OMP_NUM_THREADS"] == "before"
     prepare_environment(RolloutConfig(threads=3), "shared_memory")
@@ -75,7 +85,11 @@ def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(e
 @pytest.mark.parametrize("asked", [None, "0", "1"])
 @pytest.mark.parametrize(("name", "default"), [(IN_A_PROCESS, "0"), (HUGE_PAGES, "1")])
 def test_an_engine_on_cpu_is_a_thread_and_has_huge_pages_unless_asked_otherwise(
-    environment: None, monkeypatch: pytest.MonkeyPatch, name: str, default: str, asked: str | None
+    environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    default: str,
+    asked: str | None,
 ) -> None:
     if asked is not None:
         monkeypatch.setenv(name, asked)
@@ -91,9 +105,17 @@ def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
     program = "import torch; x = torch.ones(2**24); print(open('/proc/self/smaps').read())"
     told = os.environ | {HUGE_PAGES: "1"}
     pages = subprocess.run(
-        [sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=told,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
-    kib = sum(int(line.split()[1]) for line in pages.splitlines() if line.startswith("AnonHugePages"))
+    kib = sum(
+        int(line.split()[1])
+        for line in pages.splitlines()
+        if line.startswith("AnonHugePages")
+    )
     assert kib >= 2**11  # a page at least: the system may be short of them
 
 
@@ -108,9 +130,17 @@ def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
 def test_type_and_weight_transfer_follow_the_placement(
     placement: str, dtype: str, expected: str, backend: str
 ) -> None:
-    model, config = ModelConfig(path="model", dtype=dtype), RolloutConfig(gpu_memory_utilization=0.3)
-    arguments = engine_arguments(model, config, placement=placement, max_model_tokens=99, seed=1)
-    assert (arguments.dtype, arguments.weight_transfer_config.backend) == (expected, backend)
+    model, config = (
+        ModelConfig(path="model", dtype=dtype),
+        RolloutConfig(gpu_memory_utilization=0.3),
+    )
+    arguments = engine_arguments(
+        model, config, placement=placement, max_model_tokens=99, seed=1
+    )
+    assert (arguments.dtype, arguments.weight_transfer_config.backend) == (
+        expected,
+        backend,
+    )
     assert arguments.enable_sleep_mode == (placement == "colocated")
     assert arguments.enforce_eager == (placement == "shared_memory")
     assert arguments.logprobs_mode == "processed_logprobs"
@@ -118,14 +148,22 @@ def test_type_and_weight_transfer_follow_the_placement(
     assert arguments.trust_remote_code is False
     if placement != "shared_memory":
         assert arguments.gpu_memory_utilization == 0.3
-        default = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
+        default = engine_arguments(
+            model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1
+        )
         assert default.gpu_memory_utilization == (0.9 if placement == "apart" else 0.5)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_engine_of_a_quantized_checkpoint_waits_for_plain_weights(tmp_path: Path, nested: bool) -> None:
-    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    config = tiny_config("qwen2").to_dict() | ({"text_config": quantized} if nested else quantized)
+def test_an_engine_of_a_quantized_checkpoint_waits_for_plain_weights(
+    tmp_path: Path, nested: bool
+) -> None:
+    quantized = {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    }
+    config = tiny_config("qwen2").to_dict() | (
+        {"text_config": quantized} if nested else quantized
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
     asked = RolloutConfig(engine={"load_format": "safetensors"})
@@ -135,7 +173,15 @@ def test_an_engine_of_a_quantized_checkpoint_waits_for_plain_weights(tmp_path: P
     assert not hasattr(arguments.hf_overrides(read), "quantization_config")
 
 
-STATES = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
+STATES = [
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("family", [*STATES, "qwen2", "gemma3_text"])
@@ -148,8 +194,13 @@ def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(
     config.save_pretrained(tmp_path)
     model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
     on_cpu = engine_arguments(model, RolloutConfig(), placement="shared_memory", **options)
-    assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (False, family not in STATES)
-    assert engine_arguments(model, RolloutConfig(), placement="apart", **options).enable_prefix_caching
+    assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (
+        False,
+        family not in STATES,
+    )
+    assert engine_arguments(
+        model, RolloutConfig(), placement="apart", **options
+    ).enable_prefix_caching
 
 
 def config_without(field: str) -> PreTrainedConfig:
@@ -170,10 +221,14 @@ def config_without(field: str) -> PreTrainedConfig:
 def test_a_field_that_config_json_lacks_is_named_when_an_engine_starts(
     read: Callable[[], Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.engine.vllm_interface._build_engine", lambda arguments: read())
+    monkeypatch.setattr(
+        "workers.engine.vllm_interface._build_engine", lambda arguments: read()
+    )
     arguments = SimpleNamespace(model="a model")
     if field:
-        with refused(f"model.path=a model: its config.json has no {field}, which vLLM reads"):
+        with refused(
+            f"model.path=a model: its config.json has no {field}, which vLLM reads"
+        ):
             build_engine(arguments)
         return
     with pytest.raises((AttributeError, KeyError)):
@@ -204,29 +259,41 @@ def test_gated_delta_nets_prefill_by_a_kernel_that_takes_their_heads(
 ) -> None:
     sizes = {} if size is None else {"linear_key_head_dim": size}
     description = (
-        {"model_type": "qwen3_5", "text_config": sizes} if nested else {"model_type": "qwen3_next"} | sizes
+        {"model_type": "qwen3_5", "text_config": sizes}
+        if nested
+        else {"model_type": "qwen3_next"} | sizes
     )
     (tmp_path / "config.json").write_text(json.dumps(description))
     found = {"flashinfer": object() if installed else None}
     monkeypatch.setattr("workers.engine.vllm_interface.find_spec", found.get)
     model, config = ModelConfig(path=str(tmp_path)), RolloutConfig(engine=engine)
-    arguments = engine_arguments(model, config, placement=placement, max_model_tokens=64, seed=1)
+    arguments = engine_arguments(
+        model, config, placement=placement, max_model_tokens=64, seed=1
+    )
     assert arguments.gdn_prefill_backend == expected
 
 
 @pytest.mark.parametrize("train_vision", [True, False])
 @pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory"])
-def test_an_engine_that_sleeps_needs_the_tower_in_every_update(placement: str, train_vision: bool) -> None:
+def test_an_engine_that_sleeps_needs_the_tower_in_every_update(
+    placement: str, train_vision: bool
+) -> None:
     model = ModelConfig(path="model", train_vision=train_vision)
-    arguments = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
+    arguments = engine_arguments(
+        model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1
+    )
     left_out = not train_vision and placement != "colocated"
     assert arguments.additional_config[FROZEN_VISION] == left_out
 
 
 @pytest.mark.parametrize("setting", ["none", "compare", "replay"])
-def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow_them(setting: str) -> None:
+def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow_them(
+    setting: str,
+) -> None:
     model = ModelConfig(path="model", router_replay=setting)
-    arguments = engine_arguments(model, RolloutConfig(), placement="apart", max_model_tokens=99, seed=1)
+    arguments = engine_arguments(
+        model, RolloutConfig(), placement="apart", max_model_tokens=99, seed=1
+    )
     assert arguments.enable_return_routed_experts == (setting != "none")
     assert arguments.enable_prefix_caching, "vLLM returns them with prefix caching only"
 
@@ -255,16 +322,28 @@ def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow
     ],
 )
 def test_an_engine_with_experts_adapts_the_modules_that_are_trained(
-    tmp_path: Path, weights: dict[str, tuple[int, ...]], settings: dict[str, str], expected: list[str] | None
+    tmp_path: Path,
+    weights: dict[str, tuple[int, ...]],
+    settings: dict[str, str],
+    expected: list[str] | None,
 ) -> None:
     common = {"self_attn.q_proj": (8, 8), "embed_tokens": (9, 8), "lm_head": (9, 8)}
-    tensors = {f"model.{name}.weight": np.zeros(shape) for name, shape in (common | weights).items()}
+    tensors = {
+        f"model.{name}.weight": np.zeros(shape)
+        for name, shape in (common | weights).items()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     lora = LoraConfig(rank=9, sync="adapters", **settings)
     arguments = adapter_arguments(ModelConfig(path=str(tmp_path), lora=lora))
-    assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 1, 16)
+    assert (
+        arguments["enable_lora"],
+        arguments["max_loras"],
+        arguments["max_lora_rank"],
+    ) == (True, 1, 16)
     assert arguments.get("lora_target_modules") == expected
-    assert arguments.get("enable_mixed_moe_lora_format", False) == ("target_parameters" in settings)
+    assert arguments.get("enable_mixed_moe_lora_format", False) == (
+        "target_parameters" in settings
+    )
 
 
 def test_vllms_output_becomes_a_response() -> None:
@@ -282,14 +361,19 @@ def test_vllms_output_becomes_a_response() -> None:
         CompletionOutput(0, "", [7, 8], None, logprobs, finish_reason=reason, **facts)
         for reason in ("stop", "abort")
     )
-    found = as_response(RequestOutput("a/0/1", None, [5, 6], None, [stopped], finished=True))
+    found = as_response(
+        RequestOutput("a/0/1", None, [5, 6], None, [stopped], finished=True)
+    )
     assert (found.ids.tolist(), found.log_probs.tolist(), found.versions.tolist()) == (
         [7, 8],
         [-1, -2],
         [3, 4],
     )
     assert found.routed_experts is not None
-    assert (found.routed_experts.dtype, found.routed_experts.tolist()) == (np.int16, read.tolist())
+    assert (found.routed_experts.dtype, found.routed_experts.tolist()) == (
+        np.int16,
+        read.tolist(),
+    )
     assert (found.finish_reason, found.read_tokens, found.cached_tokens) == ("stop", 2, 0)
     with pytest.raises(RolloutError):
         as_response(RequestOutput("a/0/1", None, [5, 6], None, [aborted], finished=True))
@@ -336,7 +420,9 @@ class RecordingEngine:
         return self.calls
 
 
-def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(ray_session: None) -> None:
+def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(
+    ray_session: None,
+) -> None:
     engines = [RecordingEngine.remote() for _ in range(3)]
     client = EngineClient(engines, tensor_parallel=2, together=True)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
@@ -384,7 +470,9 @@ def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
         ray.kill(engine)
 
 
-def test_a_replica_that_dies_in_a_broadcast_aborts_it_and_is_left_out(ray_session: None) -> None:
+def test_a_replica_that_dies_in_a_broadcast_aborts_it_and_is_left_out(
+    ray_session: None,
+) -> None:
     engines = [FailingEngine.remote("waits"), FailingEngine.remote("dies")]
     client, aborts = EngineClient(engines, tensor_parallel=1, together=True), []
     client.abort = lambda: aborts.append(True)
@@ -411,7 +499,9 @@ class SilentEngine:
         await asyncio.sleep(600)
 
 
-def test_an_engine_that_died_in_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_died_in_a_collective_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("workers.rollout.engine_life.ALIVE_SECONDS", 0.01)
     worker = VllmEngineActor.__new__(VllmEngineActor)
     worker.index, worker._engine = 3, SilentEngine(looks=2)

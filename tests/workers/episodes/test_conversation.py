@@ -52,18 +52,32 @@ def chat(tokenizer: Any) -> Any:
 
 def test_a_text_follows_a_text(tokenizer: Any) -> None:
     conversation = Conversation(Renderer(tokenizer), "a")
-    assert conversation.open(not_sampled(ids_of("a")), "bc").ids.tolist() == ids_of("abc").tolist()
-    assert conversation.open(not_sampled(ids_of("a")), "").ids.tolist() == ids_of("a").tolist()
+    assert (
+        conversation.open(not_sampled(ids_of("a")), "bc").ids.tolist()
+        == ids_of("abc").tolist()
+    )
+    assert (
+        conversation.open(not_sampled(ids_of("a")), "").ids.tolist() == ids_of("a").tolist()
+    )
     assert conversation.turn(ids_of("d", tiny.EOS), finished=True) == "d"
-    assert observation_ids(conversation, ids_of("d", tiny.EOS), "ef").tolist() == ids_of("ef").tolist()
+    assert (
+        observation_ids(conversation, ids_of("d", tiny.EOS), "ef").tolist()
+        == ids_of("ef").tolist()
+    )
     with pytest.raises(EpisodeError):
-        observation_ids(conversation, ids_of("d", tiny.EOS), [{"role": "user", "content": "e"}])
+        observation_ids(
+            conversation, ids_of("d", tiny.EOS), [{"role": "user", "content": "e"}]
+        )
 
 
-def observation_ids(conversation: Conversation, ids: np.ndarray, observation: Any) -> np.ndarray:
+def observation_ids(
+    conversation: Conversation, ids: np.ndarray, observation: Any
+) -> np.ndarray:
     """The ids that follow a turn in the same row."""
     turn = Response(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), STOP)
-    following, branch = conversation.observe(turn, conversation.turn(ids, finished=True), observation)
+    following, branch = conversation.observe(
+        turn, conversation.turn(ids, finished=True), observation
+    )
     assert branch is None
     return following.ids
 
@@ -79,14 +93,27 @@ def test_turns_and_observations_together_are_what_the_template_renders(chat: Any
     for said, answer in (("four", "sure?"), ("yes", "good")):
         turn = ids_of(said, tiny.EOS)
         ids += [*turn.tolist(), *observation_ids(conversation, turn, answer).tolist()]
-        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": answer}]
-    assert ids == chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        messages = [
+            *messages,
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": answer},
+        ]
+    assert ids == chat.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
 
 
 def test_an_opening_of_messages_is_rendered_with_the_prompt(chat: Any) -> None:
-    prompt, opening = [{"role": "system", "content": "be"}], [{"role": "user", "content": "go"}]
-    opened = Conversation(Renderer(chat), prompt).open(not_sampled(ids_of("x")), opening).ids
-    rendered = chat.apply_chat_template(prompt + opening, add_generation_prompt=True, return_dict=False)
+    prompt, opening = (
+        [{"role": "system", "content": "be"}],
+        [{"role": "user", "content": "go"}],
+    )
+    opened = (
+        Conversation(Renderer(chat), prompt).open(not_sampled(ids_of("x")), opening).ids
+    )
+    rendered = chat.apply_chat_template(
+        prompt + opening, add_generation_prompt=True, return_dict=False
+    )
     assert opened.tolist() == rendered
 
 
@@ -102,16 +129,21 @@ def test_a_template_that_rewrites_earlier_turns_is_continued(chat: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no') if messages[1:] }}", "{{ messages[0]['content'] }}"]
+    "template",
+    ["{{ raise_exception('no') if messages[1:] }}", "{{ messages[0]['content'] }}"],
 )
-def test_a_template_that_cannot_continue_is_refused_before_the_run(chat: Any, template: str) -> None:
+def test_a_template_that_cannot_continue_is_refused_before_the_run(
+    chat: Any, template: str
+) -> None:
     chat.chat_template = template
     with refused("rollout.environment"):
         check_template(Renderer(chat), "models/tiny", key="rollout.environment")
 
 
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
-TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
+TEMPLATES = sorted(
+    path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training")
+)
 WITHOUT_TOOLS = {
     "cohere",
     "cohere2",
@@ -122,15 +154,27 @@ WITHOUT_TOOLS = {
     "phi3_5",
 }  # refuse or drop their answers
 END_IS_THE_NEXT_ROLE = {"glm4moe": {"user": "<|user|>", "tool": "<|observation|>"}}
-USER, TOOL = {"role": "user", "content": 'Sure? é "4"'}, {"role": "tool", "content": "4", "name": "add"}
+USER, TOOL = (
+    {"role": "user", "content": 'Sure? é "4"'},
+    {"role": "tool", "content": "4", "name": "add"},
+)
 
 
 def stock_renderer(name: str) -> Callable[..., str]:
     template = _compile_jinja_template((STOCK / f"{name}.jinja").read_text())
 
     def raw(messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-        return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens))
+        tokens = {
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+        }
+        return str(
+            template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **tokens
+            )
+        )
 
     forms = try_forms(raw)
 
@@ -144,14 +188,18 @@ def stock_renderer(name: str) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("observation", [[USER], [TOOL], [TOOL, TOOL | {"content": "5"}], [TOOL, USER]])
+@pytest.mark.parametrize(
+    "observation", [[USER], [TOOL], [TOOL, TOOL | {"content": "5"}], [TOOL, USER]]
+)
 def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> None:
     """The text is what the template appends, where it appends, and the same after every turn."""
     render, prompt = stock_renderer(name), [{"role": "user", "content": "2 + 2?"}]
     answer = {"role": "assistant", "content": "four"}
     before = render([*prompt, answer], add_generation_prompt=False)
     role = observation[0]["role"]
-    end = END_IS_THE_NEXT_ROLE.get(name, {}).get(role) or before.rpartition("four")[2].strip()
+    end = (
+        END_IS_THE_NEXT_ROLE.get(name, {}).get(role) or before.rpartition("four")[2].strip()
+    )
     if role == "tool" and name in WITHOUT_TOOLS:
         with pytest.raises(EpisodeError):
             continue_messages(render, prompt, observation, end)
@@ -164,7 +212,9 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
         assert whole.endswith(text)
         if whole.startswith(before):
             assert whole == before.rpartition("four")[0] + "four" + end + text
-    if not name.startswith("deepseek"):  # which opens the outputs of tools once in a conversation
+    if not name.startswith(
+        "deepseek"
+    ):  # which opens the outputs of tools once in a conversation
         assert continue_messages(render, messages, observation, end)[1] == text
 
 
@@ -176,22 +226,40 @@ def test_images_are_expanded_where_the_template_shows_them(
     its thought.
     """
     path = vision_model("qwen2_5_vl")
-    tokenizer, placeholders = AutoTokenizer.from_pretrained(path), load_placeholders(str(path))
+    tokenizer, placeholders = (
+        AutoTokenizer.from_pretrained(path),
+        load_placeholders(str(path)),
+    )
     assert placeholders is not None
     renderer = Renderer(tokenizer, placeholders=placeholders)
-    given, *shown = [Image(digest_of(each), *each.size, png_of(each)) for each in pictures()]
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    given, *shown = [
+        Image(digest_of(each), *each.size, png_of(each)) for each in pictures()
+    ]
+    prompt = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
+    ]
     conversation = Conversation(renderer, prompt, images=[given], rewrites=rewrites)
     ids, placed = renderer.expand(renderer.prompt_ids(prompt, "x"), [given], "x")
     opened = conversation.open(not_sampled(ids, images=placed), "")
     assert (opened.images, opened.ids.tolist()) == (placed, ids.tolist())
-    turn = np.array(renderer.ids(f"<think>hm</think>so {placeholders.token}it<|im_end|>", "x"), np.int32)
+    turn = np.array(
+        renderer.ids(f"<think>hm</think>so {placeholders.token}it<|im_end|>", "x"), np.int32
+    )
     said = Turn("", content=f"so {placeholders.token}it", reasoning="hm")
     parts = [{"type": "image", "image": pictures()[1]}, {"type": "text", "text": "or "}]
-    answer = [{"role": "user", "content": [*parts, {"type": "image", "image": png_of(pictures()[2])}]}]
-    response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
+    answer = [
+        {
+            "role": "user",
+            "content": [*parts, {"type": "image", "image": png_of(pictures()[2])}],
+        }
+    ]
+    response = Response(
+        turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP
+    )
     following, branch = conversation.observe(response, said, answer)
-    bare = renderer.ids(f"\n<|im_start|>user\n{AND}<|im_end|>\n<|im_start|>assistant\n", "x")
+    bare = renderer.ids(
+        f"\n<|im_start|>user\n{AND}<|im_end|>\n<|im_start|>assistant\n", "x"
+    )
     expected, places = renderer.expand(np.array(bare, np.int32), shown, "x")
     assert (following.ids.tolist(), following.images) == (expected.tolist(), places)
     assert (branch is not None) == rewrites
@@ -208,10 +276,14 @@ def test_broken_images_and_templates_that_hide_them_fail_the_episode(
     path = vision_model("qwen2_5_vl")
     tokenizer = AutoTokenizer.from_pretrained(path)
     renderer = Renderer(tokenizer, placeholders=load_placeholders(str(path)))
-    turn = Response(np.array([5, 257], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), STOP)
+    turn = Response(
+        np.array([5, 257], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), STOP
+    )
     for image in ("http://a/b.png", b"broken"):
         conversation = Conversation(renderer, [{"role": "user", "content": "hi"}])
         with pytest.raises(EpisodeError, match="the conversation"):
             conversation.observe(
-                turn, Turn("a"), [{"role": "user", "content": [{"type": "image", "image": image}]}]
+                turn,
+                Turn("a"),
+                [{"role": "user", "content": [{"type": "image", "image": image}]}],
             )

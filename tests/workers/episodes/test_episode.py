@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from workers.batch.placed_images import Image, PlacedImage
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
-from workers.engine.requests import LENGTH, STOP, TURNS, Response, join_responses, not_sampled
+from workers.engine.requests import (
+    LENGTH,
+    STOP,
+    TURNS,
+    Response,
+    join_responses,
+    not_sampled,
+)
 from workers.environment import Observation
 from workers.episodes.episode import Episode, play
 from workers.errors import EpisodeError
@@ -28,20 +35,28 @@ def ids(*numbers: int) -> np.ndarray:
 
 def turn(*numbers: int, reason: str = STOP, versions: tuple[int, ...] = (0,)) -> Response:
     log_probs = -np.arange(1.0, len(numbers) + 1, dtype=np.float32)
-    return Response(ids(*numbers), log_probs, np.resize(ids(*versions), len(numbers)), reason)
+    return Response(
+        ids(*numbers), log_probs, np.resize(ids(*versions), len(numbers)), reason
+    )
 
 
-def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_that_were_read() -> None:
+def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_that_were_read() -> (
+    None
+):
     """Each turn's request reads what came before it once more; its last token is sampled, and not read."""
     episode = Episode(ids(5, 6), max_turns=3, max_tokens=10)
-    episode.add(replace(turn(7, END, versions=(3, 4)), routed_experts=np.zeros((3, 2, 1), np.int16)))
+    episode.add(
+        replace(turn(7, END, versions=(3, 4)), routed_experts=np.zeros((3, 2, 1), np.int16))
+    )
     assert episode.observe(not_sampled(ids(8, 9, 8)))
     read = np.arange(16, dtype=np.int16).reshape(8, 2, 1)
     episode.add(replace(turn(4, END, versions=(4, 5)), routed_experts=read))
     row = episode.rows()[0]
     experts = row.pop("routed_experts")
     assert (experts.dtype, experts.tolist()) == (np.int16, [*read.tolist(), [[-1], [-1]]])
-    assert row["input_ids"].tolist() == [5, 6, 7, END, 8, 9, 8, 4, END] == episode.ids.tolist()
+    assert (
+        row["input_ids"].tolist() == [5, 6, 7, END, 8, 9, 8, 4, END] == episode.ids.tolist()
+    )
     assert row["loss_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True] * 2
     assert row["rollout_log_probs"].tolist() == [0, 0, -1, -2, 0, 0, 0, -1, -2]
     assert {name: column.dtype for name, column in row.items()} == {
@@ -51,7 +66,11 @@ def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_t
         "weight_versions": np.int32,
     }
     assert row["weight_versions"].tolist() == [-1, -1, 3, 4, -1, -1, -1, 4, 5]
-    assert (episode.prompt_tokens, episode.response_tokens, episode.observation_tokens) == (2, 4, 3)
+    assert (episode.prompt_tokens, episode.response_tokens, episode.observation_tokens) == (
+        2,
+        4,
+        3,
+    )
     assert (episode.room, episode.version_tokens) == (3, ((3, 1), (4, 2), (5, 1)))
 
 
@@ -71,9 +90,13 @@ def test_hashes_tell_images_of_one_size_apart_and_rows_know_their_places() -> No
     found = branches_of(branched, 4, [one.images, same.images, other.images])
     assert [branch.images for branch in found] == [one.images, other.images]
     assert (found[0].prompt_tokens, found[0].prompt_hash) == (4, one.prompt_hash)
-    assert found[1].prompt_tokens == 4 and found[1].prompt_hash == other.prompt_hash  # a prompt of its own
+    assert (
+        found[1].prompt_tokens == 4 and found[1].prompt_hash == other.prompt_hash
+    )  # a prompt of its own
     text = branches_of(branched, 4)
-    assert text[0] == text[1] and text[0].prefix_hashes == prefix_hashes(first["input_ids"], 4)
+    assert text[0] == text[1] and text[0].prefix_hashes == prefix_hashes(
+        first["input_ids"], 4
+    )
     assert len({found[0].prefix_hashes, found[1].prefix_hashes, text[0].prefix_hashes}) == 3
 
 
@@ -94,17 +117,25 @@ def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
     st.integers(1, 20),
     st.integers(1, 4),
 )
-def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: int, turns: int) -> None:
+def test_the_limits_hold_whatever_is_sampled_and_observed(
+    parts: list, tokens: int, turns: int
+) -> None:
     """Every turn is at most as long as the room that was left, as the engine is told."""
     episode = Episode(ids(5, 6, 7), max_turns=turns, max_tokens=tokens)
     for sampled, observed in parts:
         sampled = min(sampled, episode.room)
         episode.add(turn(*[4] * sampled, reason=STOP if sampled < episode.room else LENGTH))
-        if episode.end(done=False) or not episode.observe(not_sampled(ids(*[9] * observed))):
+        if episode.end(done=False) or not episode.observe(
+            not_sampled(ids(*[9] * observed))
+        ):
             break
         assert episode.room >= 1
     assert len(episode.turns) <= turns
-    assert len(episode.ids) == 3 + episode.response_tokens + episode.observation_tokens <= 3 + tokens
+    assert (
+        len(episode.ids)
+        == 3 + episode.response_tokens + episode.observation_tokens
+        <= 3 + tokens
+    )
     assert episode.rows()[0]["loss_mask"].sum() == episode.response_tokens
 
 
@@ -178,8 +209,22 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
     )
     assert prompts == [[5, 6, 3], [5, 6, 3, 7, END, 8, 8]]
     assert environment.heard == [f"7 {END}", f"4 {END}"]
-    assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]  # nobody reads what is said after the end
-    assert (reason, score.reward, score.parts) == (STOP, -0.25, {"calls": 1.0, "right": 1.0})
+    assert episode.ids.tolist() == [
+        5,
+        6,
+        3,
+        7,
+        END,
+        8,
+        8,
+        4,
+        END,
+    ]  # nobody reads what is said after the end
+    assert (reason, score.reward, score.parts) == (
+        STOP,
+        -0.25,
+        {"calls": 1.0, "right": 1.0},
+    )
     assert score.turns == ({"environment": "3"},)
     assert [credit[:2] for credit in score.credit] == [(2, 0.25), (2, -0.5)]
     assert len({state for _, _, state in score.credit}) == 2
@@ -191,7 +236,9 @@ def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
         Scripted(*talk), turn(7, END), turn(7, END), max_turns=2, max_tokens=20
     )
     assert (len(prompts), reason, score.reward) == (2, TURNS, 2.0)
-    episode, prompts, reason, _ = played(Scripted(*talk), turn(7, END), max_turns=9, max_tokens=4)
+    episode, prompts, reason, _ = played(
+        Scripted(*talk), turn(7, END), max_turns=9, max_tokens=4
+    )
     assert (len(prompts), reason, episode.observation_tokens) == (1, LENGTH, 0)
     cut = Scripted(Observation(reward=1.0, done=True))
     _, _, reason, score = played(cut, turn(7, 7, reason=LENGTH), max_turns=9, max_tokens=2)
@@ -199,8 +246,12 @@ def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
 
 
 def test_an_environment_that_fails_leaves_the_turns_that_were_taken() -> None:
-    environment = Scripted(Observation("8", reward=1.0), EpisodeError("step ended its process"))
-    episode, _, reason, score = played(environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20)
+    environment = Scripted(
+        Observation("8", reward=1.0), EpisodeError("step ended its process")
+    )
+    episode, _, reason, score = played(
+        environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20
+    )
     assert (score.reward, score.failure) == (0.0, "environment: step ended its process")
     assert (reason, episode.ids.tolist()) == (STOP, [5, 6, 7, END, 8, 4, END])
     assert [credit[:2] for credit in score.credit] == [(2, 0.0), (2, 0.0)]
@@ -208,7 +259,9 @@ def test_an_environment_that_fails_leaves_the_turns_that_were_taken() -> None:
 
 @pytest.mark.parametrize("opening", [EpisodeError("reset raised"), "3 3 3 3"])
 def test_one_that_fails_at_once_leaves_one_turn(opening: Any) -> None:
-    episode, prompts, _, score = played(Scripted(opening=opening), turn(7, END), max_turns=5, max_tokens=4)
+    episode, prompts, _, score = played(
+        Scripted(opening=opening), turn(7, END), max_turns=5, max_tokens=4
+    )
     assert prompts == [[5, 6]]
     assert episode.response_tokens == 2
     assert score.failure.startswith("environment: reset")

@@ -24,11 +24,22 @@ from workers.errors import DataError, EpisodeError
 from workers.rendering import Messages, Renderer
 
 PARAMETERS = {name: {"type": "integer", "description": name} for name in ("a", "b")}
-FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": PARAMETERS}}
+FUNCTION = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": PARAMETERS},
+}
 TOOLS = [
-    {"type": "function", "function": FUNCTION | {"parameters": FUNCTION["parameters"] | {"required": ["a"]}}}
+    {
+        "type": "function",
+        "function": FUNCTION | {"parameters": FUNCTION["parameters"] | {"required": ["a"]}},
+    }
 ]
-CALL = {"type": "function", "id": "callid001", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+CALL = {
+    "type": "function",
+    "id": "callid001",
+    "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
+}
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 ANSWERS = {
     "user": [{"role": "user", "content": 'Sure? é "4"'}],
@@ -71,9 +82,16 @@ class Case(NamedTuple):
         try:
             return Renderer(stock.tokenizer(self.template)).text(messages, "x", **options)
         except DataError:
-            function = CALL[("function")] | {"arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index,operator]
+            function = CALL[("function")] | {
+                "arguments": json.dumps(CALL["function"]["arguments"])
+            }  # type: ignore[index,operator]
             texts = [
-                m | ({"tool_calls": [CALL | {"function": function}]} if "tool_calls" in m else {})
+                m
+                | (
+                    {"tool_calls": [CALL | {"function": function}]}
+                    if "tool_calls" in m
+                    else {}
+                )
                 for m in messages
             ]
             return Renderer(stock.tokenizer(self.template)).text(texts, "x", **options)
@@ -84,12 +102,17 @@ class Case(NamedTuple):
 
     def sampled_after(self, messages: Messages) -> str:
         """The turn as a model writes it that was trained on the template's last messages, with its end."""
-        prompt, whole = self.render(messages), self.render([*messages, self.said.message()], answered=True)
+        prompt, whole = (
+            self.render(messages),
+            self.render([*messages, self.said.message()], answered=True),
+        )
         written = whole[len(os.path.commonprefix([prompt, whole])) :].rstrip("\n")  # noqa: RUF071
         return written + (GLM_ENDS[self.role] if self.template == "glm4moe" else "")
 
 
-CASES = [Case(name, role, kind) for name in stock.NAMES for role in ANSWERS for kind in KINDS]
+CASES = [
+    Case(name, role, kind) for name in stock.NAMES for role in ANSWERS for kind in KINDS
+]
 
 
 class Played(NamedTuple):
@@ -111,11 +134,18 @@ def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Playe
     conversation = Conversation(renderer, ASKED, case.options, rewrites=rewrites)
     asked = not_sampled(np.array(renderer.ids(case.render(ASKED), "x"), np.int32))
     prompt = conversation.open(asked, "").ids
-    response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
+    response = Response(
+        turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP
+    )
     following, branch = conversation.observe(response, said, ANSWERS[case.role])
     ids = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
     return Played(
-        prompt, following.ids, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation
+        prompt,
+        following.ids,
+        ids,
+        tokenizer.decode(ids.tolist()),
+        branch is not None,
+        conversation,
     )
 
 
@@ -129,11 +159,17 @@ def outcome(case: Case) -> tuple[str, str]:
             with pytest.raises(EpisodeError):
                 played(case, turn, case.said, rewrites=rewrites)
         return "refused", "refused"
-    keep, served = (played(case, turn, case.said, rewrites=rewrites) for rewrites in (False, True))
+    keep, served = (
+        played(case, turn, case.said, rewrites=rewrites) for rewrites in (False, True)
+    )
     rendered = case.render([*ASKED, case.said.message(), *ANSWERS[case.role]])
     appends = rendered.startswith(tokenizer.decode([*keep.prompt, *turn]))
     # Sampled tokens stay as they are, and the rest is what the template says behind them.
-    assert keep.ids.tolist() == [*keep.prompt.tolist(), *turn.tolist(), *keep.following.tolist()]
+    assert keep.ids.tolist() == [
+        *keep.prompt.tolist(),
+        *turn.tolist(),
+        *keep.following.tolist(),
+    ]
     assert rendered.endswith(tokenizer.decode(keep.following.tolist()))
     assert stock.shows(tokenizer, keep.following, ANSWERS[case.role][0]["content"])
     assert served.text == rendered
@@ -169,14 +205,22 @@ def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
     for number, (role, kind) in enumerate(answered):
         case = Case(name, role, kind, name not in WITHOUT_TOOLS)
         if not number:
-            conversation = Conversation(Renderer(tokenizer), ASKED, case.options, rewrites=True)
-            asked = not_sampled(np.array(Renderer(tokenizer).ids(case.render(ASKED), "x"), np.int32))
+            conversation = Conversation(
+                Renderer(tokenizer), ASKED, case.options, rewrites=True
+            )
+            asked = not_sampled(
+                np.array(Renderer(tokenizer).ids(case.render(ASKED), "x"), np.int32)
+            )
             prompt = conversation.open(asked, "").ids
         turn = stock.apart(tokenizer, case.sampled_after(messages))
-        response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
+        response = Response(
+            turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP
+        )
         following, branch = conversation.observe(response, case.said, ANSWERS[role])
         messages += [case.said.message(), *ANSWERS[role]]
-        prompt = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
+        prompt = (
+            np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
+        )
         assert tokenizer.decode(prompt.tolist()) == case.render(messages)
         assert contains(prompt, stock.apart(tokenizer, case.said.content))
     assert (conversation.refused, conversation.cut_tokens) == (False, 0)
@@ -188,7 +232,11 @@ def test_a_token_that_the_template_shows_in_part_is_encoded_anew_and_counted() -
     stop = tokenizer(".\n", add_special_tokens=False)["input_ids"]
     assert len(stop) == 1
     turn = np.array(
-        [*stock.apart(tokenizer, "\n<think>Hm</think>\nfour😀"), *stop, *stock.apart(tokenizer, "<|user|>")]
+        [
+            *stock.apart(tokenizer, "\n<think>Hm</think>\nfour😀"),
+            *stop,
+            *stock.apart(tokenizer, "<|user|>"),
+        ]
     )
     said = Turn("", "", "\nfour😀.\n", "Hm")
     found = played(case, turn.astype(np.int32), said, rewrites=True)
@@ -203,7 +251,9 @@ class Characters:
     added_tokens_decoder: ClassVar = {0: "<end>"}
 
     def ids(self, text: str) -> np.ndarray:
-        return np.array([0 if part == "<end>" else ord(part) for part in re.findall("<end>|.", text)])
+        return np.array(
+            [0 if part == "<end>" else ord(part) for part in re.findall("<end>|.", text)]
+        )
 
     def decode(self, ids: list[int], **_: bool) -> str:
         return "".join(self.added_tokens_decoder.get(number, chr(number)) for number in ids)
@@ -232,7 +282,9 @@ def test_a_part_of_a_turn_has_whole_tokens_and_is_split_at_added_ones(
 @pytest.mark.parametrize("written", ["Hm", " Hm ", "H<end>m", "<end>"])
 @pytest.mark.parametrize("before", ["", "<end>:"])
 @pytest.mark.parametrize("behind", ["A:", ""])
-def test_a_turn_that_the_template_shows_whole_stays_one_part(written: str, before: str, behind: str) -> None:
+def test_a_turn_that_the_template_shows_whole_stays_one_part(
+    written: str, before: str, behind: str
+) -> None:
     """With what the policy wrote before and behind the text, such as its end token, and wherever it begins and
     ends.
     """
@@ -241,7 +293,9 @@ def test_a_turn_that_the_template_shows_whole_stays_one_part(written: str, befor
     turn = tokenizer.ids(f"{before}{written}<end>")
     message = history.opaque({"content": written}, turn)
     assert "H" not in message["content"]
-    added, parts = history.next_prompt(f"another Q:{before}{message['content']}<end>{behind}")
+    added, parts = history.next_prompt(
+        f"another Q:{before}{message['content']}<end>{behind}"
+    )
     assert added == ""
     assert listed_parts(parts) == ["another Q:", turn.tolist(), behind]
 
@@ -255,17 +309,23 @@ def test_a_turn_shown_before_an_earlier_one_is_text() -> None:
     tokenizer = Characters()
     history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
     first, second = (
-        history.opaque({"content": word}, tokenizer.ids(f"{word}<end>"))["content"] for word in ("one", "two")
+        history.opaque({"content": word}, tokenizer.ids(f"{word}<end>"))["content"]
+        for word in ("one", "two")
     )
     parts = history.next_prompt(f"latest {second}<end>earlier {first}<end>A:")[1]
-    assert listed_parts(parts) == ["latest two<end>earlier ", tokenizer.ids("one").tolist(), "<end>A:"]
+    assert listed_parts(parts) == [
+        "latest two<end>earlier ",
+        tokenizer.ids("one").tolist(),
+        "<end>A:",
+    ]
 
 
 def test_turns_without_a_text_between_them_keep_their_ids() -> None:
     tokenizer = Characters()
     history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
     first, second = (
-        history.opaque({"content": word}, tokenizer.ids(word))["content"] for word in ("one", "two")
+        history.opaque({"content": word}, tokenizer.ids(word))["content"]
+        for word in ("one", "two")
     )
     parts = history.next_prompt(f"again {first}{second}A:")[1]
     ids = [tokenizer.ids(word).tolist() for word in ("one", "two")]
@@ -281,7 +341,11 @@ def test_a_turn_without_its_thoughts_begins_with_the_white_space_that_both_texts
     message = history.opaque({"content": "Hm"}, tokenizer.ids("thoughts  Hm<end>"))
     parts = history.next_prompt(f"another Q:{rendered}{message['content']}<end>A:")[1]
     before = rendered.removesuffix(shown)
-    assert listed_parts(parts) == [f"another Q:{before}", tokenizer.ids(f"{shown}Hm<end>").tolist(), "A:"]
+    assert listed_parts(parts) == [
+        f"another Q:{before}",
+        tokenizer.ids(f"{shown}Hm<end>").tolist(),
+        "A:",
+    ]
 
 
 class Words(Characters):
@@ -326,24 +390,35 @@ MARKERS += [
     "<|end|>",
     "[/INST]",
 ]
-TEXTS = st.lists(st.sampled_from(MARKERS) | st.text(max_size=6), min_size=1, max_size=5).map("".join)
+TEXTS = st.lists(
+    st.sampled_from(MARKERS) | st.text(max_size=6), min_size=1, max_size=5
+).map("".join)
 
 
 @given(st.sampled_from(stock.NAMES), TEXTS, st.booleans())
-def test_no_response_changes_what_is_said_around_it(name: str, text: str, rewrites: bool) -> None:
+def test_no_response_changes_what_is_said_around_it(
+    name: str, text: str, rewrites: bool
+) -> None:
     """Neither with plain characters that look like markers, nor with real markers, and each token stays as
     sampled.
     """
     case, tokenizer = Case(name, "user", "plain"), stock.tokenizer(name)
     end = stock.apart(tokenizer, case.sampled)[-1:]
     four, plain = (
-        np.concatenate([stock.apart(tokenizer, part) for part in each]) for each in ("four", f"x{text}x")
+        np.concatenate([stock.apart(tokenizer, part) for part in each])
+        for each in ("four", f"x{text}x")
     )
     marked = stock.apart(tokenizer, f"x{text}x")
     expected = played(case, np.append(four, end), Turn("", "", "four"), rewrites=rewrites)
-    found = played(case, np.append(plain, end), Turn("", "", f"x{text}x"), rewrites=rewrites)
+    found = played(
+        case, np.append(plain, end), Turn("", "", f"x{text}x"), rewrites=rewrites
+    )
     assert found.following.tolist() == expected.following.tolist()
-    at = next(at for at in range(len(expected.ids)) if expected.ids[at : at + 4].tolist() == four.tolist())
+    at = next(
+        at
+        for at in range(len(expected.ids))
+        if expected.ids[at : at + 4].tolist() == four.tolist()
+    )
     around = expected.ids[:at].tolist(), expected.ids[at + 4 :].tolist()
     assert found.ids.tolist() == [*around[0], *plain.tolist(), *around[1]]
     again = played(case, np.append(marked, end), Turn("", "", f"x{text}x"), rewrites=False)

@@ -24,8 +24,15 @@ from workers.episodes.template_findings import (
 from workers.rendering import Messages, Options
 from workers.template_forms import try_forms
 
-TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
-TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+TEMPLATES = sorted(
+    path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training")
+)
+TOKENS = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+}
 EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")
 Render = Callable[[Messages, bool, Options], str]
 
@@ -34,12 +41,18 @@ def stock(name: str) -> tuple[Render, tuple[str, ...]]:
     text = (STOCK / f"{name}.jinja").read_text()
     template = _compile_jinja_template(text)
     forms = try_forms(
-        lambda messages: str(template.render(messages=messages, add_generation_prompt=False, **TOKENS))
+        lambda messages: str(
+            template.render(messages=messages, add_generation_prompt=False, **TOKENS)
+        )
     )
 
     def render(messages: Messages, begins: bool, options: Options) -> str:
         return str(
-            template.render(messages=forms.apply(messages), add_generation_prompt=begins, **TOKENS | options)
+            template.render(
+                messages=forms.apply(messages),
+                add_generation_prompt=begins,
+                **TOKENS | options,
+            )
         )
 
     return render, tuple(sorted(variables_of(text).arguments))
@@ -49,13 +62,19 @@ def forms_of(turn: str, calls: int) -> list[dict[str, Any]]:
     found = []
     for arguments in ({"a": "ANSWER"}, '{"a": "ANSWER"}') if turn in CALLING else (None,):
         function = {"name": "add", "arguments": arguments}
-        asked = [{"type": "function", "id": f"call{n:05}", "function": function} for n in range(calls)]
+        asked = [
+            {"type": "function", "id": f"call{n:05}", "function": function}
+            for n in range(calls)
+        ]
         message = {"role": "assistant", "content": ""} | (
             {"tool_calls": asked} if arguments else {"content": "ANSWER"}
         )
         content = message["content"]
         if turn in REASONED:
-            found += [message | {key: "THOUGHT"} for key in ("reasoning_content", "thinking", "reasoning")]
+            found += [
+                message | {key: "THOUGHT"}
+                for key in ("reasoning_content", "thinking", "reasoning")
+            ]
             found.append(message | {"content": f"<think>\nTHOUGHT\n</think>\n\n{content}"})
         else:
             found.append(message)
@@ -64,7 +83,10 @@ def forms_of(turn: str, calls: int) -> list[dict[str, Any]]:
 
 def check(render: Render, case: Following, options: Options) -> None:
     """Compare a case with what the template renders."""
-    prompt, calls = [{"role": "user", "content": "QUESTION"}], 2 if case.role == "tools" else 1
+    prompt, calls = (
+        [{"role": "user", "content": "QUESTION"}],
+        2 if case.role == "tools" else 1,
+    )
     follow = [
         {"role": "tool", "name": "add", "tool_call_id": f"call{n:05}", "content": f"R{n}"}
         for n in range(calls)
@@ -90,11 +112,20 @@ def check(render: Render, case: Following, options: Options) -> None:
     before, after = whole[0]
     said, _, tail = before.rpartition("ANSWER")
     again, _, following = after.rpartition("ANSWER")
-    same = said == again or (case.turn not in REASONED and EMPTY_THOUGHTS.sub("", said) == again)
-    ends = [(re.findall(r"<(?!/)[^<>\s]+>|</s>", text) or [""])[0] for text in (tail, following)]
+    same = said == again or (
+        case.turn not in REASONED and EMPTY_THOUGHTS.sub("", said) == again
+    )
+    ends = [
+        (re.findall(r"<(?!/)[^<>\s]+>|</s>", text) or [""])[0] for text in (tail, following)
+    ]
     kept = not ends[0] or ends[0] == ends[1]
-    assert (case.outcome == APPENDS) == (same and kept and after.startswith(read)), (before, after)
-    for removed in re.findall(r"removes ('[^']*')", case.change) if before.startswith(read) else []:
+    assert (case.outcome == APPENDS) == (same and kept and after.startswith(read)), (
+        before,
+        after,
+    )
+    for removed in (
+        re.findall(r"removes ('[^']*')", case.change) if before.startswith(read) else []
+    ):
         assert ast.literal_eval(removed) in before
 
 
@@ -106,13 +137,17 @@ def test_findings_are_what_the_template_renders(name: str, thinking: bool | None
         return
     options = {} if thinking is None else {"enable_thinking": thinking}
     found = template_findings(render, arguments, options, "<bos>")
-    assert [(case.role, case.turn) for case in found.cases] == [(r, turn) for r in TURNS for turn in TURNS[r]]
+    assert [(case.role, case.turn) for case in found.cases] == [
+        (r, turn) for r in TURNS for turn in TURNS[r]
+    ]
     for case in found.cases:
         tools = {"tools": [TOOL]} if case.turn in CALLING and "tools" in arguments else {}
         check(render, case, options | tools)
     prompt = render([{"role": "user", "content": "QUESTION"}], True, options)
     assert prompt.endswith(found.begin)
-    assert prompt.startswith("<bos>" * found.bos) and not prompt.startswith("<bos>" * (found.bos + 1))
+    assert prompt.startswith("<bos>" * found.bos) and not prompt.startswith(
+        "<bos>" * (found.bos + 1)
+    )
     assert found.ends
 
 
@@ -132,7 +167,9 @@ def test_41_templates_are_tried() -> None:
     }
 
 
-def test_a_template_that_drops_the_end_of_a_turn_or_doubles_the_beginning_is_found_out() -> None:
+def test_a_template_that_drops_the_end_of_a_turn_or_doubles_the_beginning_is_found_out() -> (
+    None
+):
     template = _compile_jinja_template(
         "{{ bos_token * 2 }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{{ eos_token if loop.last and m.role == 'assistant' }}{% endfor %}"
@@ -142,7 +179,11 @@ def test_a_template_that_drops_the_end_of_a_turn_or_doubles_the_beginning_is_fou
         return str(template.render(messages=messages, **TOKENS)) + "assistant:" * begins
 
     found = template_findings(render, (), {}, "<bos>")
-    assert (found.bos, found.cases[0].outcome, found.cases[0].change) == (2, "rewrites", "removes '<eos>'")
+    assert (found.bos, found.cases[0].outcome, found.cases[0].change) == (
+        2,
+        "rewrites",
+        "removes '<eos>'",
+    )
 
 
 MOVING = (
@@ -156,7 +197,9 @@ MOVING = (
 
 def from_text(text: str) -> Render:
     template = _compile_jinja_template(text)
-    return lambda messages, begins, options: str(template.render(messages=messages, **TOKENS))
+    return lambda messages, begins, options: str(
+        template.render(messages=messages, **TOKENS)
+    )
 
 
 def test_a_template_that_moves_a_system_message_rewrites_a_conversation_with_one() -> None:
@@ -164,9 +207,13 @@ def test_a_template_that_moves_a_system_message_rewrites_a_conversation_with_one
     assert found.cases[0].outcome == APPENDS and found.system_matters
     assert (found.system.outcome, found.system.role) == (REWRITES, "system")
     assert "RULE" in found.system.change
-    silent = template_findings(from_text(MOVING.replace("system and loop.last", "false")), (), {}, "<bos>")
+    silent = template_findings(
+        from_text(MOVING.replace("system and loop.last", "false")), (), {}, "<bos>"
+    )
     assert silent.system.outcome == REFUSES
-    still = template_findings(from_text(MOVING.replace("loop.last", "loop.index0 == 1")), (), {}, "<bos>")
+    still = template_findings(
+        from_text(MOVING.replace("loop.last", "loop.index0 == 1")), (), {}, "<bos>"
+    )
     assert still.system.outcome == APPENDS and not still.system_matters
 
 
@@ -174,7 +221,10 @@ def test_a_template_that_moves_a_system_message_rewrites_a_conversation_with_one
 def test_a_system_message_is_shown_or_refused_as_the_template_renders_it(name: str) -> None:
     render, arguments = stock(name)
     found = template_findings(render, arguments, {}, "<bos>").system
-    messages = [{"role": "system", "content": "RULE"}, {"role": "user", "content": "QUESTION"}]
+    messages = [
+        {"role": "system", "content": "RULE"},
+        {"role": "user", "content": "QUESTION"},
+    ]
     answer = {"role": "assistant", "content": "ANSWER"}
     try:
         read = render(messages, True, {})
@@ -185,4 +235,7 @@ def test_a_system_message_is_shown_or_refused_as_the_template_renders_it(name: s
         return
     assert (found.outcome == REFUSES) == ("RULE" not in read)
     if found.outcome == APPENDS:
-        assert after.startswith(read) and before.partition("RULE")[0] == after.partition("RULE")[0]
+        assert (
+            after.startswith(read)
+            and before.partition("RULE")[0] == after.partition("RULE")[0]
+        )

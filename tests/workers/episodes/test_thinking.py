@@ -18,7 +18,9 @@ from workers.episodes.thinking import Thinking
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Thinking:
-    return Thinking(AutoTokenizer.from_pretrained(tiny.save_model(tmp_path_factory.mktemp("model"))), "")
+    return Thinking(
+        AutoTokenizer.from_pretrained(tiny.save_model(tmp_path_factory.mktemp("model"))), ""
+    )
 
 
 def ids(text: str) -> np.ndarray:
@@ -53,7 +55,10 @@ def test_a_model_whose_reasoning_has_no_end_marker_is_refused(tmp_path: Path) ->
 
 def test_a_text_that_does_not_end_the_reasoning_is_refused(thinking: Thinking) -> None:
     closing = thinking.closing(SamplingConfig(end_of_thinking="so</think>"))
-    assert (closing.ids.tolist(), set(closing.versions.tolist())) == (ids("so</think>").tolist(), {INSERTED})
+    assert (closing.ids.tolist(), set(closing.versions.tolist())) == (
+        ids("so</think>").tolist(),
+        {INSERTED},
+    )
     with refused("end_of_thinking='so'"):
         thinking.closing(SamplingConfig(end_of_thinking="so"))
 
@@ -65,7 +70,9 @@ def test_inserted_tokens_are_those_of_the_whole_text(scheme: str, text: str) -> 
     closing = Thinking(tokenizer, "").closing
     before = tokenizer("<think>one:", add_special_tokens=False)["input_ids"]
     inserted = closing(SamplingConfig(end_of_thinking=text), before[-1]).ids.tolist()
-    whole = tokenizer(f"<think>one:{text or '</think>'}", add_special_tokens=False)["input_ids"]
+    whole = tokenizer(f"<think>one:{text or '</think>'}", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert [*before, *inserted] == whole
 
 
@@ -76,15 +83,23 @@ def test_a_turn_of_two_requests_stops_where_one_would(
     place = data.draw(st.integers(1, len(said) - 1))
     stop = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
     ends = [said.find(text) + len(text) for text in stop if text in said]
-    alone = [said[place:].find(text) + len(text) + place for text in stop if text in said[place:]]
+    alone = [
+        said[place:].find(text) + len(text) + place for text in stop if text in said[place:]
+    ]
     if any(text in said[:place] for text in stop):  # the first request would have ended
         return
     received = min(alone, default=len(said))  # of both requests
     turn = not_sampled(ids(said[:received]), 3)
     turn = Response(
-        turn.ids, turn.log_probs, turn.versions, STOP if alone else LENGTH, stop_string=bool(alone)
+        turn.ids,
+        turn.log_probs,
+        turn.versions,
+        STOP if alone else LENGTH,
+        stop_string=bool(alone),
     )
     found = thinking.stop_at_text(turn, place, stop)
     end = min(ends, default=len(said))
     assert found.ids.tolist() == ids(said[:end]).tolist()
-    assert (found.finish_reason, found.stop_string) == ((STOP, True) if ends else (LENGTH, False))
+    assert (found.finish_reason, found.stop_string) == (
+        (STOP, True) if ends else (LENGTH, False)
+    )

@@ -13,7 +13,13 @@ from workers.config.sandbox import SandboxConfig
 from workers.environment import Turn
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.harbor.environment import HarborEnvironment
-from workers.harbor.task_folders import check_tasks, read_layout, read_tasks, records, unread_lines
+from workers.harbor.task_folders import (
+    check_tasks,
+    read_layout,
+    read_tasks,
+    records,
+    unread_lines,
+)
 from workers.sandbox.kinds import export_settings
 from workers.user_code.task_sources import task_records
 
@@ -28,7 +34,9 @@ timeout_sec = 20.0
 [environment]
 cpus = 1
 """
-PASSES = 'if [ "$(cat /app/sorted.txt)" = "$(printf "a\\nb")" ]; then echo 1; else echo 0; fi'
+PASSES = (
+    'if [ "$(cat /app/sorted.txt)" = "$(printf "a\\nb")" ]; then echo 1; else echo 0; fi'
+)
 TASKS = {  # Dockerfile, tests, solution, reward of the solution
     "sort": (
         "FROM ubuntu:24.04\nWORKDIR /app\nCOPY words.txt .\n",
@@ -52,7 +60,9 @@ TASKS = {  # Dockerfile, tests, solution, reward of the solution
 }
 
 
-def write_task(folder: Path, dockerfile: str, tests: str, solution: str, toml: str = TOML) -> Path:
+def write_task(
+    folder: Path, dockerfile: str, tests: str, solution: str, toml: str = TOML
+) -> Path:
     files = {
         "task.toml": toml,
         "instruction.md": f"Do {folder.name}.\n",
@@ -89,12 +99,18 @@ def begin(folder: Path) -> HarborEnvironment:
 
 def call(command: str) -> Turn:
     arguments: dict[str, Any] = {"command": command}
-    return Turn("", tool_calls=[{"id": "1", "function": {"name": "shell", "arguments": arguments}}])
+    return Turn(
+        "", tool_calls=[{"id": "1", "function": {"name": "shell", "arguments": arguments}}]
+    )
 
 
 def test_every_task_of_a_folder_is_a_record_with_a_shell(tasks: Path) -> None:
     made = task_records(f"harbor:{tasks}")
-    assert [record["prompt"][0]["content"] for record in made] == ["Do parts.\n", "Do sort.\n", "Do steps.\n"]
+    assert [record["prompt"][0]["content"] for record in made] == [
+        "Do parts.\n",
+        "Do sort.\n",
+        "Do steps.\n",
+    ]
     assert {record["tools"][0]["function"]["name"] for record in made} == {"shell"}
     check_tasks(f"harbor:{tasks}", "bubblewrap", 20.0)
 
@@ -106,7 +122,12 @@ def test_tests_that_may_outlast_the_reward_are_refused(tasks: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["data.train={}"], ["data.validation={}"], ["data.sources={{'{}': 1}}"], ["rollout.environment={}"]],
+    [
+        ["data.train={}"],
+        ["data.validation={}"],
+        ["data.sources={{'{}': 1}}"],
+        ["rollout.environment={}"],
+    ],
 )
 def test_what_is_not_read_of_tasks_is_named_from_every_door(
     tasks: Path, tmp_path: Path, overrides: list[str]
@@ -120,7 +141,10 @@ def test_a_dockerfile_that_containers_ignore_is_named(tasks: Path) -> None:
     (tasks / "sort/task.toml").write_text(f'{TOML}docker_image = "registry/sort"\n')
     text = f"harbor:{tasks}"
     assert ["1 of 3" in line for line in unread_lines(text, "docker:x")] == [False, True]
-    assert len(unread_lines(text, "bubblewrap")) == 1 and len(unread_lines(text, "kubernetes:x")) == 3
+    assert (
+        len(unread_lines(text, "bubblewrap")) == 1
+        and len(unread_lines(text, "kubernetes:x")) == 3
+    )
 
 
 @needs_bubblewrap
@@ -134,10 +158,16 @@ def test_the_oracle_is_rewarded_by_the_tests(tasks: Path, name: str) -> None:
 
 @needs_bubblewrap
 @pytest.mark.usefixtures("sandbox")
-def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(tasks: Path) -> None:
+def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(
+    tasks: Path,
+) -> None:
     environment = begin(tasks / "sort")
-    (answer,) = environment.step(call("sort words.txt | tee sorted.txt; ls /tests; exit 3")).text
-    assert answer["content"].startswith("a\nb") and answer["content"].endswith("[exit code 3]")
+    (answer,) = environment.step(
+        call("sort words.txt | tee sorted.txt; ls /tests; exit 3")
+    ).text
+    assert answer["content"].startswith("a\nb") and answer["content"].endswith(
+        "[exit code 3]"
+    )
     assert "No such file" in answer["content"]
     observation = environment.step(Turn("done"))
     assert observation.done and observation.reward == 1.0
@@ -151,7 +181,9 @@ def test_a_process_that_the_policy_leaves_does_not_write_the_reward(tasks: Path)
     environment = begin(tasks / "steps")
     loop = "trap '' HUP TERM; while :; do echo 1 > /logs/verifier/reward.txt; done"
     environment.step(
-        call(f"setsid sh -c {loop!r} > /dev/null 2>&1 & sleep 0.2; cat /logs/verifier/reward.txt")
+        call(
+            f"setsid sh -c {loop!r} > /dev/null 2>&1 & sleep 0.2; cat /logs/verifier/reward.txt"
+        )
     )
     script = "echo 0.25 > /logs/verifier/reward.txt\nsleep 0.3\n"
     (tasks / "steps/tests/test.sh").write_text(script)
@@ -174,7 +206,12 @@ def test_the_sandbox_ends_with_its_episode(tasks: Path) -> None:
 @pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize(
     "tests",
-    ["true", "echo nan > /logs/verifier/reward.txt", "echo '{}' > /logs/verifier/reward.json", "sleep 9"],
+    [
+        "true",
+        "echo nan > /logs/verifier/reward.txt",
+        "echo '{}' > /logs/verifier/reward.json",
+        "sleep 9",
+    ],
 )
 def test_tests_without_a_reward_fail_the_sample(tmp_path: Path, tests: str) -> None:
     toml = TOML.replace("20.0", "0.5")
@@ -195,7 +232,9 @@ def test_tests_without_a_reward_fail_the_sample(tmp_path: Path, tests: str) -> N
         ("tests/test.sh", None),
     ],
 )
-def test_a_malformed_folder_is_refused_by_its_file(tasks: Path, name: str, text: str | None) -> None:
+def test_a_malformed_folder_is_refused_by_its_file(
+    tasks: Path, name: str, text: str | None
+) -> None:
     file = tasks / "sort" / name
     file.unlink()
     if text is not None:
@@ -206,9 +245,17 @@ def test_a_malformed_folder_is_refused_by_its_file(tasks: Path, name: str, text:
 
 
 @pytest.mark.parametrize(
-    "line", ["RUN apt-get install -y gcc", "FROM pytorch/pytorch", "COPY --from=a /b /c", "COPY none.txt ."]
+    "line",
+    [
+        "RUN apt-get install -y gcc",
+        "FROM pytorch/pytorch",
+        "COPY --from=a /b /c",
+        "COPY none.txt .",
+    ],
 )
-def test_a_task_that_needs_an_image_is_refused_before_the_run(tasks: Path, line: str) -> None:
+def test_a_task_that_needs_an_image_is_refused_before_the_run(
+    tasks: Path, line: str
+) -> None:
     (tasks / "sort/environment/Dockerfile").write_text(f"FROM ubuntu\n{line}\n")
     with pytest.raises(ConfigError, match=r"sort/environment/Dockerfile"):
         check_tasks(f"harbor:{tasks}", "bubblewrap", 20.0)
@@ -220,7 +267,9 @@ def test_containers_take_the_image_of_each_task(tasks: Path) -> None:
     for name in TASKS:
         (tasks / name / "task.toml").write_text(f'{TOML}docker_image = "registry/{name}"\n')
     check_tasks(f"harbor:{tasks}", "docker:x", 20.0)
-    assert {task.image for task in read_tasks(f"harbor:{tasks}")} == {f"registry/{name}" for name in TASKS}
+    assert {task.image for task in read_tasks(f"harbor:{tasks}")} == {
+        f"registry/{name}" for name in TASKS
+    }
 
 
 def test_a_layout_is_read_as_docker_reads_it(tasks: Path) -> None:

@@ -21,23 +21,33 @@ def _expander(folder: Path) -> Placeholders:
 
 
 def _ids(found: Placeholders, text: str) -> np.ndarray:
-    return np.asarray(found._processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    return np.asarray(
+        found._processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32
+    )
 
 
 @pytest.mark.parametrize("family", EXACT)
 def test_expanded_ids_are_those_of_the_whole_processor(
     family: str, vision_model: Callable[[str], Path]
 ) -> None:
-    found, marker, images = _expander(vision_model(family)), PLACEHOLDERS[family], pictures()
+    found, marker, images = (
+        _expander(vision_model(family)),
+        PLACEHOLDERS[family],
+        pictures(),
+    )
     text = f"ab {marker} x{marker}{marker}\n yz"
     ids, placed = found.expand(
         _ids(found, text), [ImageSource(i, "record 1").image() for i in images], "record 1"
     )
-    whole = found._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
+    whole = found._processor(text=[text], images=[images], add_special_tokens=False)[
+        "input_ids"
+    ][0]
     assert ids.tolist() == list(whole)
     outside = spread(np.ones(len(_ids(found, text)), bool), placed)
     assert found.id not in ids[outside]
-    assert ids[outside].tolist() == [token for token in _ids(found, text).tolist() if token != found.id]
+    assert ids[outside].tolist() == [
+        token for token in _ids(found, text).tolist() if token != found.id
+    ]
     for each, image in zip(placed, images, strict=True):
         assert (each.image.width, each.image.height) == image.size
         assert found.id in ids[each.first : each.first + each.tokens]
@@ -63,7 +73,9 @@ def test_a_family_that_expands_by_content_is_refused(
     found = _expander(vision_model("llava"))
     whole, image = found._whole, ImageSource(pictures()[0], "record 1").image()
     monkeypatch.setattr(
-        found, "_whole", lambda text, images, where: whole(text + "!" * ("Look" in text), images, where)
+        found,
+        "_whole",
+        lambda text, images, where: whole(text + "!" * ("Look" in text), images, where),
     )
     with refused("LlavaProcessor", ConfigError):
         found.expand(_ids(found, "<image>"), [image], "record 1")

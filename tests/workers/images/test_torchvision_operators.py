@@ -17,9 +17,7 @@ picture = torch.arange(192, dtype=torch.uint8).view(3, 8, 8)
 print(tuple(functional.resize(picture, [4, 6]).shape), "workers.model" in __import__("sys").modules)
 print(str(torch.ops.torchvision.nms.default._schema))
 """
-DEFINED = (
-    "operators = torch.library.Library('torchvision', 'DEF'); operators.define('nms(Tensor boxes) -> Tensor')"
-)
+DEFINED = "operators = torch.library.Library('torchvision', 'DEF'); operators.define('nms(Tensor boxes) -> Tensor')"
 
 
 @pytest.mark.drawn(1)
@@ -37,5 +35,7 @@ DEFINED = (
     ],
 )
 def test_loads_in_any_process(before: str, schema: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LOAD.format(before=before)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD.format(before=before)], capture_output=True, text=True
+    )
     assert done.stdout.splitlines() == ["(3, 4, 6) False", schema], done.stderr[-2000:]

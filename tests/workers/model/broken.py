@@ -22,7 +22,10 @@ class RunningMean(Qwen2MLP):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         output = super().forward(hidden_states)
-        return output.cumsum(1) / torch.arange(1, output.shape[1] + 1, device=output.device)[:, None]
+        return (
+            output.cumsum(1)
+            / torch.arange(1, output.shape[1] + 1, device=output.device)[:, None]
+        )
 
 
 class OneShape(Qwen2MLP):
@@ -40,7 +43,10 @@ class Fades(Qwen2MLP):
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        floors = torch.arange(hidden_states.shape[1], device=hidden_states.device) // self.floor_scale
+        floors = (
+            torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            // self.floor_scale
+        )
         return super().forward(hidden_states) / (1 + floors)[:, None]
 
 

@@ -15,12 +15,20 @@ from tests.workers.model.tiny import random_sequences
 from workers.batch.dataproto import DataProto
 from workers.config.loss import DistillationConfig
 from workers.config.roles import LoraConfig, LossConfig, OptimizerConfig, ParallelConfig
-from workers.model.losses import Predictions, Statistics, group_tokens, policy_loss, ppo_clip
+from workers.model.losses import (
+    Predictions,
+    Statistics,
+    group_tokens,
+    policy_loss,
+    ppo_clip,
+)
 
 CONSTANT_LENGTH = 40
 CENTRED = 0.3  # coefficient of a reward model's loss
 GROUPS = torch.arange(11) // 3  # of the sequences
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1)
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1
+)
 
 NOT_TAUGHT = DistillationConfig()
 OWN_LOSS: dict[str, Any] = {
@@ -59,11 +67,13 @@ class Case:
     forward_layout: str = "same"
     length_multiple: int = 1
     share_prefixes: str = "never"
-    shared_by: str = (
-        "tree"  # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
-    )
+    # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
+    shared_by: str = "tree"
     router_replay: str = "none"
-    router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
+    router_losses: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # coefficients of load-balancing and z-loss
     lora: tuple[tuple[str, Any], ...] = ()
     base_dtype: str = "float32"
     compiled: bool = False  # by a backend that only traces
@@ -101,11 +111,17 @@ class Case:
         if self.router_replay != "none":
             tokens = tokens | {"routed_experts": recorded_choices(sequences, self.layers)}
         if self.head == "value":
-            tokens = tokens | {"returns": torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)}
+            tokens = tokens | {
+                "returns": torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)
+            }
         if self.scored == "process":
-            tokens = tokens | {"label": torch.linspace(0, 1, sequences.num_tokens, dtype=torch.float64)}
+            tokens = tokens | {
+                "label": torch.linspace(0, 1, sequences.num_tokens, dtype=torch.float64)
+            }
         elif self.scored:
-            columns = columns | {"label": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)}
+            columns = columns | {
+                "label": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)
+            }
             last = torch.zeros_like(tokens["loss_mask"])
             last[sequences.lengths.cumsum(0) - 1] = True
             tokens = tokens | {"loss_mask": last}
@@ -115,7 +131,9 @@ class Case:
     def loss(self) -> LossConfig:
         return LossConfig(
             aggregation=self.aggregation,
-            constant_length=CONSTANT_LENGTH if self.aggregation == "sequence_mean_token_sum_norm" else 0,
+            constant_length=CONSTANT_LENGTH
+            if self.aggregation == "sequence_mean_token_sum_norm"
+            else 0,
             clip_high=0.3,
             entropy_coefficient=0.02,
             kl_coefficient=0.1,
@@ -133,7 +151,9 @@ class Way:
     def dp(self) -> int:
         parallel = self.parallel
         return self.ranks // (
-            parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel
+            parallel.context_parallel
+            * parallel.tensor_parallel
+            * parallel.pipeline_parallel
         )
 
 
@@ -143,7 +163,11 @@ NAMES = {
     "virtual": "virtual_stages",
     "copies": "replicate",
 }
-NAMES |= {"ulysses": "context_parallel", "ring": "context_parallel", "ep": "expert_parallel"}
+NAMES |= {
+    "ulysses": "context_parallel",
+    "ring": "context_parallel",
+    "ep": "expert_parallel",
+}
 
 
 def way(text: str) -> Way:
@@ -152,15 +176,23 @@ def way(text: str) -> Way:
     """
     words = [part.split() for part in text.split(", ")]
     sizes = {word[0]: int(word[1]) for word in words if word[-1].isdecimal()}
-    settings: dict[str, Any] = {NAMES[name]: size for name, size in sizes.items() if name != "dp"}
+    settings: dict[str, Any] = {
+        NAMES[name]: size for name, size in sizes.items() if name != "dp"
+    }
     if "ring" in sizes:
         settings["context_parallel_method"] = "ring"
     degree = "auto" if "by step" in text else "fixed"
     deferred = "deferred" in text
-    parallel = ParallelConfig(**settings, context_parallel_degree=degree, defer_gradient_reduction=deferred)
+    parallel = ParallelConfig(
+        **settings, context_parallel_degree=degree, defer_gradient_reduction=deferred
+    )
     dp = sizes.get("dp", parallel.replicate)
     return Way(
-        dp * parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel, parallel
+        dp
+        * parallel.context_parallel
+        * parallel.tensor_parallel
+        * parallel.pipeline_parallel,
+        parallel,
     )
 
 
@@ -170,7 +202,9 @@ class RankShare:
 
     rows: list[int]
     micro_batches: list[tuple[int, int]]
-    degrees: list[int] = field(default_factory=list)  # of the rows, if micro-steps choose them
+    degrees: list[int] = field(
+        default_factory=list
+    )  # of the rows, if micro-steps choose them
 
 
 def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
@@ -179,19 +213,32 @@ def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
-    bounds = (torch.randperm(count - 1, generator=generator)[: dp - 1] + 1).sort().values.tolist()
+    bounds = (
+        (torch.randperm(count - 1, generator=generator)[: dp - 1] + 1)
+        .sort()
+        .values.tolist()
+    )
     steps = int(torch.randint(1, 5, (), generator=generator))
     shares = []
     for rows in order.tensor_split(bounds):
-        cuts = torch.randint(0, len(rows) + 1, (steps - 1,), generator=generator).sort().values.tolist()
+        cuts = (
+            torch.randint(0, len(rows) + 1, (steps - 1,), generator=generator)
+            .sort()
+            .values.tolist()
+        )
         spans = list(zip([0, *cuts], [*cuts, len(rows)], strict=True))
         shares.append(
-            RankShare(rows.tolist(), [spans[i] for i in torch.randperm(steps, generator=generator)])
+            RankShare(
+                rows.tolist(),
+                [spans[i] for i in torch.randperm(steps, generator=generator)],
+            )
         )
     return shares
 
 
-def random_plan_by_step(ranks: int, degrees: Sequence[int], seed: int, count: int = 11) -> list[RankShare]:
+def random_plan_by_step(
+    ranks: int, degrees: Sequence[int], seed: int, count: int = 11
+) -> list[RankShare]:
     """As `random_plan`, in five micro-steps that take the degrees in turn: neighbours have the same rows."""
     generator = torch.Generator().manual_seed(seed)
     shares = [RankShare([], []) for _ in range(ranks)]
@@ -200,7 +247,12 @@ def random_plan_by_step(ranks: int, degrees: Sequence[int], seed: int, count: in
         degree = degrees[(seed + step) % len(degrees)]
         block_of = torch.randint(0, ranks // degree, (count,), generator=generator)
         for rank, share in enumerate(shares):
-            rows = ((parts == step) & (block_of == rank // degree)).nonzero().squeeze(1).tolist()
+            rows = (
+                ((parts == step) & (block_of == rank // degree))
+                .nonzero()
+                .squeeze(1)
+                .tolist()
+            )
             share.micro_batches.append((len(share.rows), len(share.rows) + len(rows)))
             share.rows.extend(rows)
             share.degrees.extend([degree] * len(rows))
@@ -234,7 +286,9 @@ def recorded_choices(sequences: DataProto, layers: int) -> Tensor:
     token.
     """
     ids, ends = sequences.tokens["input_ids"], sequences.lengths.cumsum(0)
-    places = torch.arange(len(ids)) - torch.repeat_interleave(ends - sequences.lengths, sequences.lengths)
+    places = torch.arange(len(ids)) - torch.repeat_interleave(
+        ends - sequences.lengths, sequences.lengths
+    )
     mixed = (7 * ids + 3 * places)[:, None] + 5 * torch.arange(layers)
     first = mixed % 4
     chosen = torch.stack([first, (first + 1 + mixed // 4 % 3) % 4], dim=-1)

@@ -25,9 +25,16 @@ def build_engine(
     """Build an engine in float64. offload: the optimiser's state. settings: of ModelConfig and
     ParallelConfig.
     """
-    parallel = ParallelConfig(**{name: settings.pop(name) for name in PARALLEL & settings.keys()})
+    parallel = ParallelConfig(
+        **{name: settings.pop(name) for name in PARALLEL & settings.keys()}
+    )
     model = ModelConfig(path=path, **{"dtype": "float64"} | settings)
-    roles = {"optimizer": optimizer, "optimizer_offload": offload, "total_steps": 10, "head": head}
+    roles = {
+        "optimizer": optimizer,
+        "optimizer_offload": offload,
+        "total_steps": 10,
+        "head": head,
+    }
     return TrainingEngine(model, device="cpu", parallel=parallel, **roles)
 
 
@@ -35,6 +42,8 @@ def weights(engine: TrainingEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0) -> None:
+def assert_same(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0
+) -> None:
     """The same names, types and values, within a relative and absolute tolerance."""
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

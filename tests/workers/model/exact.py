@@ -82,7 +82,9 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
     return engine
 
 
-def engine_outcomes(cases: list[Case], paths: list[str], way: Way, seeds: list[int]) -> list[dict[str, Any]]:
+def engine_outcomes(
+    cases: list[Case], paths: list[str], way: Way, seeds: list[int]
+) -> list[dict[str, Any]]:
     found = []
     for case, path, seed in zip(cases, paths, seeds, strict=True):
         with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +121,9 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     }
 
 
-def own_share(engine: TrainingEngine, case: Case, way: Way, seed: int) -> tuple[RankShare, DataProto]:
+def own_share(
+    engine: TrainingEngine, case: Case, way: Way, seed: int
+) -> tuple[RankShare, DataProto]:
     """What a plan gives this rank, and its sequences."""
     parallel = engine.parallel
     if not parallel.shares_by_step:
@@ -130,14 +134,20 @@ def own_share(engine: TrainingEngine, case: Case, way: Way, seed: int) -> tuple[
     share = plan[dp_rank(parallel) * context.size() + context.get_local_rank()]
     mine = case.sequences.select_idxs(share.rows)
     return share, replace(
-        mine, columns=mine.columns | {CONTEXT_DEGREE: torch.tensor(share.degrees, dtype=torch.int64)}
+        mine,
+        columns=mine.columns
+        | {CONTEXT_DEGREE: torch.tensor(share.degrees, dtype=torch.int64)},
     )
 
 
 def leads(engine: TrainingEngine) -> bool:
     """Whether a caller takes this rank's results."""
     parallel = engine.parallel
-    return parallel.tensor.get_local_rank() == 0 if parallel.shares_by_step else parallel.leads_dp_group
+    return (
+        parallel.tensor.get_local_rank() == 0
+        if parallel.shares_by_step
+        else parallel.leads_dp_group
+    )
 
 
 def taught(
@@ -149,7 +159,9 @@ def taught(
     micro_batches: list[tuple[int, int]],
 ) -> DataProto:
     """Add the columns that another engine, the teacher's, gives these ranks."""
-    model = ModelConfig(path=teacher_of(path), dtype=case.dtype, share_prefixes=case.share_prefixes)
+    model = ModelConfig(
+        path=teacher_of(path), dtype=case.dtype, share_prefixes=case.share_prefixes
+    )
     teacher = TrainingEngine(
         model,
         optimizer=None,
@@ -164,41 +176,69 @@ def taught(
         (column,) = teacher.read_outputs(mine, micro_batches, log_probs)
         found = {"teacher_log_probs": torch.from_numpy(column)}
     elif over == "top_k":
-        columns = teacher.read_outputs(mine, micro_batches, TopTokens(case.taught.top_k, VOCABULARY))
+        columns = teacher.read_outputs(
+            mine, micro_batches, TopTokens(case.taught.top_k, VOCABULARY)
+        )
         found = dict(
-            zip(("teacher_top_ids", "teacher_top_log_probs"), map(torch.from_numpy, columns), strict=True)
+            zip(
+                ("teacher_top_ids", "teacher_top_log_probs"),
+                map(torch.from_numpy, columns),
+                strict=True,
+            )
         )
     else:
         (column,) = teacher.read_outputs(mine, micro_batches, hidden_states)
-        engine.teacher_layer, found = teacher.output_layer(), {"teacher_hidden": torch.from_numpy(column)}
+        engine.teacher_layer, found = (
+            teacher.output_layer(),
+            {"teacher_hidden": torch.from_numpy(column)},
+        )
     return replace(mine, tokens=mine.tokens | found)
 
 
-def learn(engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataProto | None = None) -> Metrics:
+def learn(
+    engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataProto | None = None
+) -> Metrics:
     (share, own), whole = own_share(engine, case, way, seed), case.sequences
-    loss = make_policy_loss(case.loss) if case.head == "lm" else make_value_loss(ValueLossConfig(clip=0.0))
+    loss = (
+        make_policy_loss(case.loss)
+        if case.head == "lm"
+        else make_value_loss(ValueLossConfig(clip=0.0))
+    )
     mine = own if mine is None else mine
     if case.scored:
         loss = weighted_values if case.scored == "pairs" else make_score_loss(case.scored)
         if case.scored == "pairs":
-            mine = replace(mine, columns=mine.columns | {"coefficient": slopes(engine, whole, share, mine)})
-        return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole), "own")
+            mine = replace(
+                mine,
+                columns=mine.columns | {"coefficient": slopes(engine, whole, share, mine)},
+            )
+        return engine.forward_backward(
+            mine, share.micro_batches, loss, Denominators.of(whole), "own"
+        )
     return merge(
         engine.forward_backward(
-            mine, share.micro_batches[call :: case.calls], loss, Denominators.of(whole, GROUPS)
+            mine,
+            share.micro_batches[call :: case.calls],
+            loss,
+            Denominators.of(whole, GROUPS),
         )
         for call in range(case.calls)
     )
 
 
-def slopes(engine: TrainingEngine, whole: DataProto, share: RankShare, mine: DataProto) -> Tensor:
+def slopes(
+    engine: TrainingEngine, whole: DataProto, share: RankShare, mine: DataProto
+) -> Tensor:
     """dL/ds of this rank's rows, as the driver computes them from the scores of all ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (share.rows, engine.scores(mine, share.micro_batches)))
     scores = torch.zeros(len(whole), dtype=torch.float64)
     for rows, found in parts:
         scores[rows] = found
-    settings, margins = RewardLossConfig(center_rewards_coefficient=CENTRED), whole.columns["label"][0:10:2]
+    settings, margins = (
+        RewardLossConfig(center_rewards_coefficient=CENTRED),
+        whole.columns["label"][0:10:2],
+    )
     found = bradley_terry(settings, scores[:10].numpy(), margins.numpy())
     return torch.from_numpy(np.append(found.coefficients, 0.0))[share.rows]
 
@@ -208,7 +248,11 @@ def whole_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
     gradients.
     """
     stage, parameters = engine.stage, engine.module.model.named_parameters()
-    mine = {name: full_tensor(each.grad).clone() for name, each in parameters if each.grad is not None}
+    mine = {
+        name: full_tensor(each.grad).clone()
+        for name, each in parameters
+        if each.grad is not None
+    }
     whole: dict[str, Tensor] = {}
     for part in stage.of_all(mine):
         for name, gradient in part.items():
@@ -244,7 +288,9 @@ def assert_same(case: Case, actual: Outcome, expected: Outcome) -> None:
     assert found == pytest.approx(known, rel=case.tolerance)
     assert actual.outputs.keys() == expected.outputs.keys()
     for row, outputs in expected.outputs.items():
-        torch.testing.assert_close(actual.outputs[row], outputs.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            actual.outputs[row], outputs.float(), rtol=1e-5, atol=1e-6
+        )
     assert_gradients(actual.gradients, expected, case.tolerance)
     assert actual.weights.keys() == expected.weights.keys()
     if case.dtype == "float64":
@@ -253,7 +299,9 @@ def assert_same(case: Case, actual: Outcome, expected: Outcome) -> None:
             assert relative_error(actual.weights[name], weight) < 1e-6, name
 
 
-def assert_gradients(actual: dict[str, Tensor], expected: Outcome, tolerance: float) -> None:
+def assert_gradients(
+    actual: dict[str, Tensor], expected: Outcome, tolerance: float
+) -> None:
     assert actual.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         assert relative_error(actual[name].double(), gradient) < tolerance, name

@@ -42,7 +42,10 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
         members = vars(value).items() if isinstance(value, type) else [("", value)]
         for member, decorated in members:
             function = _without_decorators(decorated)
-            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            if (
+                isinstance(function, FunctionType)
+                and function.__module__ == module.__name__
+            ):
                 yield f"{name}.{member}", function
 
 

@@ -11,8 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Files = dict[str, Tensor]
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+}
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -37,7 +45,12 @@ CHANNELS = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "channel",
+            },
         }
     },
 }
@@ -51,7 +64,10 @@ def quantize_blocks(weight: Tensor) -> tuple[Files, Tensor]:
     plain = torch.zeros(rows, columns, dtype=torch.float64)
     for row in range(scale.shape[0]):
         for column in range(scale.shape[1]):
-            place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            place = (
+                slice(128 * row, 128 * row + 128),
+                slice(128 * column, 128 * column + 128),
+            )
             scale[row, column] = weight[place].abs().max() / 448
             stored[place] = (weight[place] / scale[row, column]).to(stored.dtype)
             plain[place] = stored[place].double() * scale[row, column].double()
@@ -62,7 +78,10 @@ def quantize_channels(weight: Tensor) -> tuple[Files, Tensor]:
     """fp8 with a scale for each row."""
     scale = (weight.abs().amax(1, keepdim=True) / 448).float()
     stored = (weight / scale).to(torch.float8_e4m3fn)
-    return {"": stored, "_scale": scale.bfloat16()}, stored.double() * scale.bfloat16().double()
+    return {
+        "": stored,
+        "_scale": scale.bfloat16(),
+    }, stored.double() * scale.bfloat16().double()
 
 
 def quantize_mxfp4(weight: Tensor) -> tuple[Files, Tensor]:
@@ -74,7 +93,9 @@ def quantize_mxfp4(weight: Tensor) -> tuple[Files, Tensor]:
     sign = 1.0 - 2.0 * (codes >> 3)
     power = (codes >> 1) & 3
     mantissa = (codes & 1).double()
-    value = torch.where(power == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (power - 1).double())
+    value = torch.where(
+        power == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (power - 1).double()
+    )
     plain = sign * value * 2.0 ** exponent[..., None].double()
     blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
     stored = {"_blocks": blocks, "_scales": (exponent + 127).to(torch.uint8)}
@@ -92,14 +113,26 @@ def quantize_int4(weight: Tensor) -> tuple[Files, Tensor]:
     for place in range(8):
         packed |= (codes.reshape(rows, columns // 8, 8)[..., place] + 8) << (4 * place)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
-    return {"_packed": packed, "_scale": scale, "_shape": torch.tensor([rows, columns])}, plain
+    return {
+        "_packed": packed,
+        "_scale": scale,
+        "_shape": torch.tensor([rows, columns]),
+    }, plain
 
 
 FORMS = {
-    "fp8 blocks": (FP8, quantize_blocks, ("proj.weight", "w1.weight", "w2.weight", "w3.weight")),
+    "fp8 blocks": (
+        FP8,
+        quantize_blocks,
+        ("proj.weight", "w1.weight", "w2.weight", "w3.weight"),
+    ),
     "fp8 channels": (CHANNELS, quantize_channels, "proj.weight"),
     "mxfp4": (MXFP4, quantize_mxfp4, ("experts.gate_up_proj", "experts.down_proj")),
-    "int4": (INT4, quantize_int4, ("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
+    "int4": (
+        INT4,
+        quantize_int4,
+        ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    ),
 }
 
 
@@ -125,9 +158,15 @@ def quantize_checkpoint(folder: Path, plain_folder: Path, form: str) -> int:
         if file.name != "model.safetensors":
             (plain_folder / file.name).write_bytes(file.read_bytes())
     save_file(
-        {name: weight.contiguous() for name, weight in plain.items()}, plain_folder / "model.safetensors"
+        {name: weight.contiguous() for name, weight in plain.items()},
+        plain_folder / "model.safetensors",
     )
-    save_file({name: part.contiguous() for name, part in stored.items()}, folder / "model.safetensors")
+    save_file(
+        {name: part.contiguous() for name, part in stored.items()},
+        folder / "model.safetensors",
+    )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": description})
+    )
     return count

@@ -29,9 +29,8 @@ PRELOADED += [
 ]  # of most tests' models
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0
-CALLS_OF_A_PROCESS = (
-    8  # torch caches meshes with their groups, whose threads wake a hundred times a second for good
-)
+# torch caches meshes with their groups, whose threads wake a hundred times a second for good
+CALLS_OF_A_PROCESS = 8
 
 
 class RankError(Exception):
@@ -61,22 +60,34 @@ class RankPool:
         answers = self._call(function, count, *arguments)
         if any(process.exitcode == -signal.SIGSEGV for process in self._processes):
             warnings.warn(
-                "a rank had a segmentation fault (its stack is in stderr): called once more", stacklevel=2
+                "a rank had a segmentation fault (its stack is in stderr): called once more",
+                stacklevel=2,
             )
             self.stop()
             answers = self._call(function, count, *arguments)
-        failures = [f"rank {rank} of {count}:\n{text}" for rank, (done, text) in answers.items() if not done]
+        failures = [
+            f"rank {rank} of {count}:\n{text}"
+            for rank, (done, text) in answers.items()
+            if not done
+        ]
         if failures or len(answers) < count:
             silent = sorted(set(range(count)) - set(answers))
             self.stop()
             raise RankError(
-                "\n".join([*failures, *(f"rank {rank} of {count} gave no answer" for rank in silent)])
+                "\n".join(
+                    [
+                        *failures,
+                        *(f"rank {rank} of {count} gave no answer" for rank in silent),
+                    ]
+                )
             )
         if self._calls % CALLS_OF_A_PROCESS == 0:
             self.stop()  # others are forked in a moment
         return [answers[rank][1] for rank in range(count)]
 
-    def _call(self, function: Callable[..., Any], count: int, *arguments: Any) -> dict[int, tuple[bool, Any]]:
+    def _call(
+        self, function: Callable[..., Any], count: int, *arguments: Any
+    ) -> dict[int, tuple[bool, Any]]:
         if count > self._size:
             self.stop()
             self._size = count
@@ -91,7 +102,11 @@ class RankPool:
         """(done, result or traceback) by rank; without the ranks that are stuck once one has failed."""
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < count:
-            waiting = {self._connections[rank]: rank for rank in range(count) if rank not in answers}
+            waiting = {
+                self._connections[rank]: rank
+                for rank in range(count)
+                if rank not in answers
+            }
             failed = any(not done for done, _ in answers.values())
             ready = wait(list(waiting), GRACE_S if failed else TIMEOUT_S)
             if not ready:
@@ -150,7 +165,13 @@ def _serve(connection: Connection) -> None:
         gc.collect()  # engines in cycles keep their groups, whose threads wake a hundred times a second
 
 
-def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, rank: int, count: int) -> Any:
+def _run(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    store: str,
+    rank: int,
+    count: int,
+) -> Any:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=TIMEOUT_S)

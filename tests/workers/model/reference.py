@@ -50,7 +50,11 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     )
     added, measured = routers()
     (loss + added).backward()
-    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: each.grad.clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
     reference_update(model)
     steps = {"grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2}
@@ -58,7 +62,9 @@ def reference_outcome(case: Case, path: str) -> Outcome:
         dict(enumerate(outputs)),
         {**metrics, **load(), **mismatch(), **measured, **steps, "loss": loss.item()},
         gradients,
-        revert_weight_conversion(model, merged_weights(model, case.adapters)),  # by the names of the files
+        revert_weight_conversion(
+            model, merged_weights(model, case.adapters)
+        ),  # by the names of the files
     )
 
 
@@ -75,25 +81,34 @@ def policy_reference(
     found = log_probs_in(distributions, sequences)
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
     outputs = [
-        (torch.stack(both, -1) * mask[:, None]).detach() for both, mask in zip(found, masks, strict=True)
+        (torch.stack(both, -1) * mask[:, None]).detach()
+        for both, mask in zip(found, masks, strict=True)
     ]
     distances = None
     if case.distillation[0]:
-        distances = divergences(case, teacher_of(model.name_or_path), sequences, distributions)
+        distances = divergences(
+            case, teacher_of(model.name_or_path), sequences, distributions
+        )
     hidden = hidden_terms(model, sequences) if case.hidden_states else None
-    return outputs, *reference_loss(found, sequences, case.loss, distances=distances, added=hidden)
+    return outputs, *reference_loss(
+        found, sequences, case.loss, distances=distances, added=hidden
+    )
 
 
 def hidden_terms(model: Any, sequences: DataProto) -> list[Tensor]:
     """`of_hidden` of the states before each token, [L] of each sequence; position 0 holds 0."""
     found = []
     for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
-        terms = of_hidden(model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1])
+        terms = of_hidden(
+            model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        )
         found.append(torch.cat([terms.new_zeros(1), terms]))
     return found
 
 
-def divergences(case: Case, path: str, sequences: DataProto, students: list[Tensor]) -> list[Tensor]:
+def divergences(
+    case: Case, path: str, sequences: DataProto, students: list[Tensor]
+) -> list[Tensor]:
     """From the teacher at `path`, [L] of each sequence; position 0 holds 0."""
     over, kind = case.distillation
     teacher = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -106,12 +121,15 @@ def divergences(case: Case, path: str, sequences: DataProto, students: list[Tens
             ids = sequences.tokens["input_ids"][starts[index] + 1 : starts[index + 1], None]
             distance = (log_p - log_q[:, : log_p.shape[-1]]).gather(-1, ids).squeeze(-1)
         elif over == "vocabulary":
-            distance = divergence(kind, log_p.exp(), log_q[:, : log_p.shape[-1]].softmax(-1))
+            distance = divergence(
+                kind, log_p.exp(), log_q[:, : log_p.shape[-1]].softmax(-1)
+            )
         else:
             top = log_q[:, : log_p.shape[-1]].topk(case.taught.top_k).indices
             parts = [each.exp().gather(-1, top) for each in (log_p, log_q)]
             distance = divergence(
-                kind, *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts)
+                kind,
+                *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts),
             )
         found.append(torch.cat([log_p.new_zeros(1), distance]))
     return found
@@ -124,7 +142,11 @@ def divergence(kind: str, p: Tensor, q: Tensor) -> Tensor:
         return (one * (one.log() - other.log())).sum(-1)
 
     m = (p + q) / 2
-    return {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2}[kind]
+    return {
+        "reverse_kl": kl(p, q),
+        "forward_kl": kl(q, p),
+        "jsd": (kl(p, m) + kl(q, m)) / 2,
+    }[kind]
 
 
 def value_reference(
@@ -147,7 +169,10 @@ def score_reference(name: str, scores: Tensor, sequences: DataProto) -> Tensor:
     3, ...
     """
     if name == "process":
-        right, y = scores.sigmoid(), sequences.tokens["label"][sequences.tokens["loss_mask"]]
+        right, y = (
+            scores.sigmoid(),
+            sequences.tokens["label"][sequences.tokens["loss_mask"]],
+        )
         return -(y * right.log() + (1 - y) * (1 - right).log()).mean()
     labels = sequences.columns["label"]
     if name == "regression":
@@ -163,7 +188,9 @@ def merged_weights(model: Any, lora: LoraConfig) -> dict[str, Tensor]:
     for name in [name for name in state if ".lora_A." in name]:
         stem, _, rest = name.partition(".lora_A.")
         change = state.pop(f"{stem}.lora_B.{rest}") @ state.pop(name)
-        state[f"{stem}.weight"] = state.pop(f"{stem}.base_layer.weight") + lora.alpha / lora.rank * change
+        state[f"{stem}.weight"] = (
+            state.pop(f"{stem}.base_layer.weight") + lora.alpha / lora.rank * change
+        )
     return {name.replace(".base_layer.", "."): weight for name, weight in state.items()}
 
 
@@ -186,13 +213,20 @@ def replay_routers(
             known = choice[:, :1] < 255
             compared.append(2 * int(known.sum()))
             differing.append(
-                sum(one not in mine for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]]))
+                sum(
+                    one not in mine
+                    for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]])
+                )
             )
             if setting == "compare":
                 return outputs
             choice = torch.where(known, choice, own)
             scores = logits.softmax(-1).gather(-1, choice)
-            return logits, scores / scores.sum(-1, keepdim=True) if router.norm_topk_prob else scores, choice
+            return (
+                logits,
+                scores / scores.sum(-1, keepdim=True) if router.norm_topk_prob else scores,
+                choice,
+            )
 
         return choose
 
@@ -202,7 +236,11 @@ def replay_routers(
 
 
 def expert_pairs(choice: Tensor, own: Tensor) -> list[tuple[int, list[int]]]:
-    return [(one, mine) for chosen, mine in zip(choice.tolist(), own.tolist(), strict=True) for one in chosen]
+    return [
+        (one, mine)
+        for chosen, mine in zip(choice.tolist(), own.tolist(), strict=True)
+        for one in chosen
+    ]
 
 
 def expert_load(model: torch.nn.Module) -> Callable[[], dict[str, float]]:
@@ -236,19 +274,34 @@ def router_losses(
         if name.endswith((".gate", ".router")):
             passes[module] = []
             module.register_forward_hook(
-                lambda router, given, outputs: passes[router].append((outputs[0], outputs[2])) or None
+                lambda router, given, outputs: (
+                    passes[router].append((outputs[0], outputs[2])) or None
+                )
             )
 
     def losses() -> tuple[Tensor, dict[str, float]]:
         layers = passes.values()
         balance = torch.stack(
-            [torch.stack([balance_loss(*each) for each in layer]).mean() for layer in layers]
+            [
+                torch.stack([balance_loss(*each) for each in layer]).mean()
+                for layer in layers
+            ]
         )
         z = torch.stack(
-            [torch.cat([logits for logits, _ in layer]).logsumexp(-1).square().mean() for layer in layers]
+            [
+                torch.cat([logits for logits, _ in layer]).logsumexp(-1).square().mean()
+                for layer in layers
+            ]
         )
-        metrics = {"router_aux_loss": balance.mean().item(), "router_z_loss": z.mean().item()}
-        kept = {name: metrics[name] for name, each in zip(metrics, coefficients, strict=True) if each}
+        metrics = {
+            "router_aux_loss": balance.mean().item(),
+            "router_z_loss": z.mean().item(),
+        }
+        kept = {
+            name: metrics[name]
+            for name, each in zip(metrics, coefficients, strict=True)
+            if each
+        }
         return coefficients[0] * balance.sum() + coefficients[1] * z.sum(), kept
 
     return losses
@@ -257,7 +310,11 @@ def router_losses(
 def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
     """Equations 17 to 20 of arXiv:2412.19437, of one sequence in one layer."""
     experts = logits.shape[-1]
-    load = torch.bincount(chosen.flatten(), minlength=experts).double() * experts / chosen.numel()
+    load = (
+        torch.bincount(chosen.flatten(), minlength=experts).double()
+        * experts
+        / chosen.numel()
+    )
     return (load * logits.softmax(-1).mean(0)).sum()
 
 
@@ -278,7 +335,8 @@ def reference_loss(
             continue
         log_probs, entropy = log_probs[mask], entropy[mask]
         old, reference, rollout = (
-            part.tokens[f"{name}_log_probs"][mask] for name in ("old", "reference", "rollout")
+            part.tokens[f"{name}_log_probs"][mask]
+            for name in ("old", "reference", "rollout")
         )
         advantage = part.columns["advantages"]
         ratio = (log_probs - old).exp()
@@ -286,20 +344,32 @@ def reference_loss(
         kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
         surrogate = torch.minimum(ratio * advantage, clipped * advantage)
         owners.append(int(groups[index]))
-        losses = -surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl
+        losses = (
+            -surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl
+        )
         if distances is not None:
             distance = distances[index][mask]
             taught.append(distance.detach())
             by_token = config.distillation.over == "token"
-            losses = losses + config.distillation.coefficient * (ratio * taught[-1] if by_token else distance)
+            losses = losses + config.distillation.coefficient * (
+                ratio * taught[-1] if by_token else distance
+            )
         by_sequence.append(losses if added is None else losses + added[index][mask])
         approximate_kl = ratio.log() - 1 + 1 / ratio
         was_clipped = (clipped * advantage < ratio * advantage).double()
         watched.append(
-            torch.stack([was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]).detach()
+            torch.stack(
+                [was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]
+            ).detach()
         )
     every = torch.cat(watched, dim=1)
-    names = ["clip_fraction", "approximate_kl", "entropy", "reference_kl", "rollout_mismatch_mean"]
+    names = [
+        "clip_fraction",
+        "approximate_kl",
+        "entropy",
+        "reference_kl",
+        "rollout_mismatch_mean",
+    ]
     metrics = {
         **dict(zip(names, every.mean(1).tolist(), strict=True)),
         "rollout_mismatch_max": float(every[4].max()),
@@ -321,7 +391,11 @@ def aggregated(by_sequence: list[Tensor], owners: list[int], config: LossConfig)
             groups.setdefault(owner, []).append(losses)
         return torch.stack([torch.cat(group).mean() for group in groups.values()]).mean()
     sums = torch.stack([losses.sum() for losses in by_sequence]).mean()
-    return sums / config.constant_length if config.aggregation == "sequence_mean_token_sum_norm" else sums
+    return (
+        sums / config.constant_length
+        if config.aggregation == "sequence_mean_token_sum_norm"
+        else sums
+    )
 
 
 def reference_update(model: torch.nn.Module) -> None:
@@ -346,5 +420,9 @@ def keep_float64(case: Case, model: Any) -> None:
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")
         return
-    if case.share_prefixes == "always" or case.hidden_states or model._can_set_experts_implementation():
+    if (
+        case.share_prefixes == "always"
+        or case.hidden_states
+        or model._can_set_experts_implementation()
+    ):
         compute_in_float64(model)

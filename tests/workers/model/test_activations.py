@@ -48,7 +48,9 @@ class LateCopies:
 
 def layers() -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS)).double()
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS)
+    ).double()
 
 
 def gradients(stack: nn.ModuleList, hooks: saved_tensors_hooks | None) -> list[Tensor]:

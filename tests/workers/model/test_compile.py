@@ -66,7 +66,11 @@ def trained(
                 found.append(engine.log_probs(sequences, cuts)[0])
         metrics = engine.forward_backward(sequences, cuts, sft, Denominators.of(sequences))
         found.append(torch.tensor(results(metrics)["loss"]))
-        found += [full_tensor(p.grad).clone() for p in engine.module.parameters() if p.grad is not None]
+        found += [
+            full_tensor(p.grad).clone()
+            for p in engine.module.parameters()
+            if p.grad is not None
+        ]
         engine.optimizer_step()
         after_step()
     return found
@@ -82,12 +86,17 @@ def compiled(
     counter, graphs = CompileCounterWithBackend(backend), []
     monkeypatch.setattr(compiling, "BACKEND", counter)
     return trained(
-        path, compile="always", after_step=lambda: graphs.append(counter.frame_count), **model
+        path,
+        compile="always",
+        after_step=lambda: graphs.append(counter.frame_count),
+        **model,
     ), graphs
 
 
 @pytest.mark.slow
-def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_layers_and_all_lengths_share_their_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = save_tiny_model(tmp_path, num_hidden_layers=4)
     settings = {"dtype": "float64", "gradient_checkpointing": "full"}
     expected = trained(path, **settings)
@@ -109,12 +118,16 @@ def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypat
         ("qwen3_moe", {"dtype": "float32"}, 2),  # and the experts
     ],
 )
-def test_traced_by_autograd_too_it_computes_the_same(tmp_path, monkeypatch, family, settings, kinds_of_layer):
+def test_traced_by_autograd_too_it_computes_the_same(
+    tmp_path, monkeypatch, family, settings, kinds_of_layer
+):
     path = save_tiny_model(tmp_path, family)
     settings = {"dtype": "float64"} | settings
     expected = trained(path, **settings)
     actual, graphs = compiled(monkeypatch, "aot_eager", path, **settings)
-    assert largest_error(actual, expected) < (1e-9 if settings["dtype"] == "float64" else 1e-4)
+    assert largest_error(actual, expected) < (
+        1e-9 if settings["dtype"] == "float64" else 1e-4
+    )
     assert graphs[-1] <= kinds_of_layer * GRAPHS_OF_A_LAYER * KINDS_OF_PASS
 
 
@@ -125,17 +138,25 @@ def test_traced_by_autograd_too_it_computes_the_same(tmp_path, monkeypatch, fami
         (["resources.device=cuda"], True),
         (["resources.device=cuda", "policy.parallel.pipeline_parallel=2"], True),
         (["resources.device=cuda", "policy.parallel.tensor_parallel=2"], False),
-        (["resources.device=cuda", "model.compile=false"], False),  # as the version before wrote it
+        (
+            ["resources.device=cuda", "model.compile=false"],
+            False,
+        ),  # as the version before wrote it
     ],
 )
 def test_a_configuration_compiles_on_gpus(tmp_path, overrides, expected):
     config = load(write_workspace(tmp_path), ["model.share_prefixes=never", *overrides])
     settings = worker_arguments(config, "policy")
-    assert compiles(settings["model"], settings["parallel"], cuda=settings["device"] == "cuda") is expected
+    assert (
+        compiles(settings["model"], settings["parallel"], cuda=settings["device"] == "cuda")
+        is expected
+    )
 
 
 def test_models_that_read_images_are_not_compiled():
     """A layer of Qwen2.5-VL was still being traced after 400 s."""
     assert not compiles(ModelConfig(path=""), ParallelConfig(), cuda=True, images=True)
     with pytest.raises(ConfigError, match=r"model\.compile=always"):
-        compiles(ModelConfig(path="", compile="always"), ParallelConfig(), cuda=True, images=True)
+        compiles(
+            ModelConfig(path="", compile="always"), ParallelConfig(), cuda=True, images=True
+        )

@@ -48,14 +48,22 @@ def waits_and_copies() -> dict[str, tuple[float, float]]:
     loss, found = make_policy_loss(LossConfig(kl_coefficient=0.1)), {}
     with fake_gpus(2), memory_trace._folder(TINY) as path:
         model = ModelConfig(path=path, dtype="bfloat16", gradient_checkpointing="full")
-        engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device=f"{DEVICE}:0")
-        sequences, cuts = memory_trace.full_micro_batches(256, 64, engine.vocabulary, 3, padded=False)
+        engine = TrainingEngine(
+            model, optimizer=OptimizerConfig(), total_steps=1, device=f"{DEVICE}:0"
+        )
+        sequences, cuts = memory_trace.full_micro_batches(
+            256, 64, engine.vocabulary, 3, padded=False
+        )
 
         def update(count: int) -> None:
-            engine.forward_backward(sequences, cuts[:count], loss, Denominators.of(sequences))
+            engine.forward_backward(
+                sequences, cuts[:count], loss, Denominators.of(sequences)
+            )
 
         def log_probs(count: int) -> None:
-            engine.log_probs_and_entropies(sequences.slice(0, cuts[count - 1][1]), cuts[:count])
+            engine.log_probs_and_entropies(
+                sequences.slice(0, cuts[count - 1][1]), cuts[:count]
+            )
 
         for run in (update, log_probs):
             works = []
@@ -73,4 +81,7 @@ def test_the_host_does_not_wait_for_the_device_within_a_micro_batch():
     loss's columns.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(waits_and_copies).result() == {"update": (0, 3), "log_probs": (0, 3)}
+        assert pool.submit(waits_and_copies).result() == {
+            "update": (0, 3),
+            "log_probs": (0, 3),
+        }

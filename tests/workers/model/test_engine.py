@@ -22,7 +22,11 @@ def path(tmp_path_factory):
 
 
 def build(path: str, **arguments: object) -> TrainingEngine:
-    settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 100, "device": "cpu"}
+    settings = {
+        "optimizer": OptimizerConfig(learning_rate=1e-2),
+        "total_steps": 100,
+        "device": "cpu",
+    }
     return TrainingEngine(ModelConfig(path=path, dtype="float32"), **(settings | arguments))
 
 
@@ -66,13 +70,22 @@ def test_log_probs_stand_at_their_tokens_whatever_the_order_of_micro_batches(pat
 
 @pytest.mark.parametrize(
     ("head", "passes"),
-    [("lm", ("log_probs", "log_probs_and_entropies", "sequence_log_probs")), ("value", ("values", "scores"))],
+    [
+        ("lm", ("log_probs", "log_probs_and_entropies", "sequence_log_probs")),
+        ("value", ("values", "scores")),
+    ],
 )
-def test_every_pass_without_gradients_has_the_layout_that_its_plan_counts(path, head, passes):
-    model = ModelConfig(path=path, dtype="float32", layout="padded", forward_layout="packed")
+def test_every_pass_without_gradients_has_the_layout_that_its_plan_counts(
+    path, head, passes
+):
+    model = ModelConfig(
+        path=path, dtype="float32", layout="padded", forward_layout="packed"
+    )
     engine = TrainingEngine(model, optimizer=None, total_steps=0, device="cpu", head=head)
     rows, lay_out = [], engine.layout.lay_out
-    engine.layout.lay_out = lambda *given, **named: rows.append(lay_out(*given, **named)) or rows[-1]
+    engine.layout.lay_out = lambda *given, **named: (
+        rows.append(lay_out(*given, **named)) or rows[-1]
+    )
     sequences = random_sequences()
     for name in passes:
         getattr(engine, name)(sequences, ALL)
@@ -81,14 +94,19 @@ def test_every_pass_without_gradients_has_the_layout_that_its_plan_counts(path, 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(path):
     narrow = TrainingEngine(
-        ModelConfig(path=path, dtype="bfloat16"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+        ModelConfig(path=path, dtype="bfloat16"),
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
     )
     sequences = random_sequences()
     log_probs, _ = narrow.log_probs(sequences, ALL)
     expected, _ = build(path).log_probs(sequences, ALL)
     narrow.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
     assert {parameter.dtype for parameter in narrow.module.parameters()} == {torch.float32}
-    assert {parameter.grad.dtype for parameter in narrow.module.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in narrow.module.parameters()} == {
+        torch.float32
+    }
     assert 1e-4 < (log_probs - expected).abs().mean() < 0.2
 
 
@@ -115,7 +133,9 @@ def test_rows_left_out_or_named_twice_are_refused_but_training_takes_a_part(path
             engine.log_probs(sequences, micro_batches)
     engine.forward_backward(sequences, [(3, 6), (0, 2)], sft, Denominators.of(sequences))
     with pytest.raises(DataError):
-        engine.forward_backward(sequences, [(0, 2), (1, 3)], sft, Denominators.of(sequences))
+        engine.forward_backward(
+            sequences, [(0, 2), (1, 3)], sft, Denominators.of(sequences)
+        )
     with pytest.raises(DataError):
         engine.forward_backward(sequences, [], sft, Denominators.of(sequences))
 
@@ -129,7 +149,9 @@ def test_the_log_probs_of_a_training_pass_are_those_of_a_forward_pass(path):
     engine, sequences = build(path), random_sequences(dtype=torch.float32)
     whole, _ = engine.log_probs(sequences, ALL)
     cut = [(0, 4), (4, 4), (4, 11)]
-    found, metrics = engine.forward_backward_log_probs(sequences, cut, sft, Denominators.of(sequences))
+    found, metrics = engine.forward_backward_log_probs(
+        sequences, cut, sft, Denominators.of(sequences)
+    )
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
     again = build(path).forward_backward(sequences, cut, sft, Denominators.of(sequences))
     assert results(metrics) == pytest.approx(results(again))
@@ -139,12 +161,21 @@ def test_settings_of_one_step_are_of_this_step_alone(path):
     """A step with settings equals one of an engine configured so, and the next is as configured."""
     sequences = random_sequences(dtype=torch.float32)
     given = StepSettings(
-        learning_rate=3e-3, beta1=0.5, beta2=0.7, epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.01
+        learning_rate=3e-3,
+        beta1=0.5,
+        beta2=0.7,
+        epsilon=1e-5,
+        weight_decay=0.3,
+        max_grad_norm=0.01,
     )
     same = {
-        name: getattr(given, name) for name in ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")
+        name: getattr(given, name)
+        for name in ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")
     }
-    engine, configured = build(path), build(path, optimizer=OptimizerConfig(learning_rate=3e-3, **same))
+    engine, configured = (
+        build(path),
+        build(path, optimizer=OptimizerConfig(learning_rate=3e-3, **same)),
+    )
     taken = []
     for each, settings in ((engine, given), (configured, StepSettings())):
         each.forward_backward(sequences, ALL, sft, Denominators.of(sequences))

@@ -45,7 +45,11 @@ from workers.model.losses import Denominators, make_policy_loss, sft
 
 def qwen3(**settings: Any) -> Case:
     """Untied, with norms of queries and keys, at a temperature."""
-    settings = {"tied": False, "temperature": 0.7, "aggregation": "sequence_mean_token_mean"} | settings
+    settings = {
+        "tied": False,
+        "temperature": 0.7,
+        "aggregation": "sequence_mean_token_mean",
+    } | settings
     return Case("qwen3", **settings)
 
 
@@ -79,24 +83,34 @@ PLAIN = Case()
 PADDED = Case(layout="padded", length_multiple=8, aggregation="sequence_mean_token_sum")
 FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
 GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean")
-CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing="full")
+CHECKPOINTED = Case(
+    "llama", aggregation="sequence_mean_token_sum", gradient_checkpointing="full"
+)
 MIXED: dict[str, Any] = {
     "gradient_checkpointing": "full",
     "recompute_num_layers": 1,
 }  # the others are selective
-OFFLOADED = Case("mistral", tied=False, activation_offload=True, optimizer_offload=True, **MIXED)
+OFFLOADED = Case(
+    "mistral", tied=False, activation_offload=True, optimizer_offload=True, **MIXED
+)
 SHARED = Case(share_prefixes="always", shared_by="level")
 SHARED_IN_CALLS = replace(SHARED, calls=3)
-BY_PATH = Case(share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm")
+BY_PATH = Case(
+    share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm"
+)
 BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
 SHARED_CHECKPOINTED = Case(
     "llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level"
 )
 WITH_STATES = [with_states(family) for family in tiny.WITH_STATES]
-STATES_SHARED = [with_states(family, share_prefixes="always") for family in tiny.WITH_STATES]
+STATES_SHARED = [
+    with_states(family, share_prefixes="always") for family in tiny.WITH_STATES
+]
 DEEP = Case(layers=5)
 BOTH = (0.5, 0.1)  # losses of routers
-REPLAYED_CHECKPOINTED = moe(tied=True, router_replay="replay", layers=4, router_losses=BOTH, **MIXED)
+REPLAYED_CHECKPOINTED = moe(
+    tied=True, router_replay="replay", layers=4, router_losses=BOTH, **MIXED
+)
 REPLAYED_SHARED = moe(share_prefixes="always", router_replay="replay")
 BALANCED_SHARED = moe(share_prefixes="always", layers=4, router_losses=BOTH)
 
@@ -138,19 +152,38 @@ CASES: dict[str, list[Case]] = {
         selecting("glm_moe_dsa", gradient_checkpointing="selective"),
         selecting("deepseek_v32", lora=(("rank", 2), ("target_modules", "q_b_proj"))),
     ],
-    "dp 4": [PADDED, SHARED_IN_CALLS, adapted(base_dtype="nf4", reshard_after_forward=False)],
+    "dp 4": [
+        PADDED,
+        SHARED_IN_CALLS,
+        adapted(base_dtype="nf4", reshard_after_forward=False),
+    ],
     "dp 4, copies 2": [GATHERED, SHARED],
     "dp 4, copies 2, deferred": [replace(GATHERED, calls=2)],
     "dp 2, deferred": [Case()],
-    "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic(), scored("process")],
-    "ulysses 2, states": [*WITH_STATES, *STATES_SHARED, with_states("qwen3_5", layout="padded")],
+    "ulysses 2": [
+        PADDED,
+        Case("mistral windowed"),
+        moe("gpt_oss"),
+        BY_GROUP,
+        critic(),
+        scored("process"),
+    ],
+    "ulysses 2, states": [
+        *WITH_STATES,
+        *STATES_SHARED,
+        with_states("qwen3_5", layout="padded"),
+    ],
     "ulysses 4": [
         with_states("nemotron_h"),
         Case(calls=2),
         qwen3(share_prefixes="always"),
     ],  # more than key-value heads
     "ring 2": [
-        Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always", hidden_states=True),
+        Case(
+            distillation=("vocabulary", "reverse_kl"),
+            share_prefixes="always",
+            hidden_states=True,
+        ),
         PADDED,
         GATHERED,
         SHARED,
@@ -194,7 +227,10 @@ CASES: dict[str, list[Case]] = {
         moe(tied=True, **MIXED),
     ],
     "tp 2, states": [
-        *[with_states(family) for family in ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2")],
+        *[
+            with_states(family)
+            for family in ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2")
+        ],
         with_states("qwen3_5", share_prefixes="always"),
         with_states("nemotron_h", share_prefixes="always"),
     ],
@@ -211,7 +247,11 @@ CASES: dict[str, list[Case]] = {
     ],
     "copies 2, tp 2, deferred": [Case()],
     "ulysses 2, tp 2": [qwen3(share_prefixes="always"), OFFLOADED],
-    "ring 2, tp 2": [FLOAT32, Case(layout="padded", forward_layout="packed"), qwen3(share_prefixes="always")],
+    "ring 2, tp 2": [
+        FLOAT32,
+        Case(layout="padded", forward_layout="packed"),
+        qwen3(share_prefixes="always"),
+    ],
     "pp 2": [
         Case(distillation=("vocabulary", "forward_kl")),
         Case(distillation=("top_k", "reverse_kl")),
@@ -293,10 +333,17 @@ ALWAYS = (
 COMPILED: dict[str, list[Case]] = {
     "dp 1": [compiled(REPLAYED_CHECKPOINTED)],
     "pp 2, virtual 2, dp 2, ep 2": [compiled(REPLAYED_CHECKPOINTED)],
-    "dp 2, ep 2": [compiled(moe("gpt_oss", router_losses=BOTH)), compiled(moe("qwen2_moe"))],
+    "dp 2, ep 2": [
+        compiled(moe("gpt_oss", router_losses=BOTH)),
+        compiled(moe("qwen2_moe")),
+    ],
     "ulysses 2": [compiled(PADDED), compiled(Case("mistral windowed"))],
     "ring 2": [compiled(GATHERED), compiled(SHARED)],
-    "pp 2": [compiled(OFFLOADED), compiled(adapted(layers=3, base_dtype="nf4")), compiled(critic(layers=3))],
+    "pp 2": [
+        compiled(OFFLOADED),
+        compiled(adapted(layers=3, base_dtype="nf4")),
+        compiled(critic(layers=3)),
+    ],
 }
 
 
@@ -308,22 +355,38 @@ def folder(tmp_path_factory) -> Path:
 def model(folder: Path, case: Case = PLAIN) -> str:
     path = folder / str(abs(hash(case.model)))
     if not path.exists():
-        settings: dict[str, Any] = {"tie_word_embeddings": case.tied, "num_hidden_layers": case.layers}
-        settings |= {name: list(size) if isinstance(size, tuple) else size for name, size in case.sizes}
+        settings: dict[str, Any] = {
+            "tie_word_embeddings": case.tied,
+            "num_hidden_layers": case.layers,
+        }
+        settings |= {
+            name: list(size) if isinstance(size, tuple) else size
+            for name, size in case.sizes
+        }
         save_tiny_model(path, case.family, **settings)
         if case.head == "value":
             reward_model(num_hidden_layers=case.layers).save_pretrained(path)
     if case.distillation[0] and not Path(teacher_of(str(path))).exists():
-        sizes = {"hidden_size": 24, "vocab_size": TEACHERS_VOCABULARY, "num_hidden_layers": case.layers}
+        sizes = {
+            "hidden_size": 24,
+            "vocab_size": TEACHERS_VOCABULARY,
+            "num_hidden_layers": case.layers,
+        }
         save_tiny_model(Path(teacher_of(str(path))), case.family, **sizes)
     return str(path)
 
 
 @pytest.mark.drawn(2, always=ALWAYS)
 @pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=pytest.mark.slow if way(text).ranks > 4 else ()) for text in CASES]
+    "text",
+    [
+        pytest.param(text, marks=pytest.mark.slow if way(text).ranks > 4 else ())
+        for text in CASES
+    ],
 )
-def test_p7_c1_ranks_learn_what_one_unpadded_sequence_at_a_time_does(ranks: RankPool, folder, text):
+def test_p7_c1_ranks_learn_what_one_unpadded_sequence_at_a_time_does(
+    ranks: RankPool, folder, text
+):
     check(ranks, text, CASES[text], [model(folder, case) for case in CASES[text]])
 
 
@@ -333,7 +396,9 @@ def test_compiled_layers_change_nothing(ranks: RankPool, folder, text):
     check(ranks, text, COMPILED[text], [model(folder, case) for case in COMPILED[text]])
 
 
-def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[dict[str, Tensor]]:
+def gradients_of_plans(
+    case: Case, path: str, way: Way, seeds: range
+) -> list[dict[str, Tensor]]:
     engine, found = build_engine(case, path, way.parallel), []
     for seed in seeds:
         learn(engine, case, way, seed)
@@ -345,17 +410,23 @@ def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[di
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize(
-    "text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"]
+    "text",
+    ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"],
 )
 def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
     path, on_ranks = model(folder, case), way(text)
-    for gradients in ranks.run(gradients_of_plans, on_ranks.ranks, case, path, on_ranks, range(6))[0]:
+    for gradients in ranks.run(
+        gradients_of_plans, on_ranks.ranks, case, path, on_ranks, range(6)
+    )[0]:
         assert_gradients(gradients, reference_outcome(case, path), case.tolerance)
 
 
 def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
     engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments
+        ModelConfig(path=path, dtype="float32"),
+        optimizer=OPTIMIZER,
+        total_steps=10,
+        **arguments,
     )
     sequences = random_sequences(dtype=torch.float32)
     steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
@@ -370,7 +441,14 @@ def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
         ((), 4, 0),
         (("policy.parallel.replicate=2",), 4, 1),
         (("policy.parallel.defer_gradient_reduction=true",), 1, 0),
-        (("policy.parallel.replicate=2", "policy.parallel.defer_gradient_reduction=true"), 1, 1),
+        (
+            (
+                "policy.parallel.replicate=2",
+                "policy.parallel.defer_gradient_reduction=true",
+            ),
+            1,
+            1,
+        ),
     ],
 )
 def test_a_configuration_says_when_gradients_are_reduced(
@@ -378,7 +456,8 @@ def test_a_configuration_says_when_gradients_are_reduced(
 ):
     """By default in each of four micro-steps, and between copies of the model in the last."""
     config = load(
-        write_workspace(tmp_path), ("policy.data_parallel=4", "model.share_prefixes=never", *overrides)
+        write_workspace(tmp_path),
+        ("policy.data_parallel=4", "model.share_prefixes=never", *overrides),
     )
     settings = worker_arguments(config, "policy")
     arguments = {name: settings[name] for name in ("device", "parallel")}
@@ -396,15 +475,21 @@ def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
     if dp_rank(engine.parallel) == way.dp - 1:
         sequences.columns["advantages"].fill_(torch.nan)
     denominators = Denominators.of(random_sequences())
-    engine.forward_backward(sequences, share.micro_batches, make_policy_loss(LossConfig()), denominators)
+    engine.forward_backward(
+        sequences, share.micro_batches, make_policy_loss(LossConfig()), denominators
+    )
     metrics = engine.optimizer_step()
     if not engine.parallel.leads_dp_group:
         metrics = {}
-    return metrics, all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+    return metrics, all(
+        torch.equal(weight, before[name]) for name, weight in engine.named_weights()
+    )
 
 
 @pytest.mark.parametrize("text", ["dp 2, ulysses 2", "pp 2, dp 2"])
-def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPool, folder, text):
+def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(
+    ranks: RankPool, folder, text
+):
     parts = ranks.run(step_with_nan, way(text).ranks, model(folder), way(text))
     assert all(unchanged for _, unchanged in parts)
     metrics = results(merge(metrics for metrics, _ in parts))
@@ -451,7 +536,11 @@ def test_training_continues_from_a_checkpoint_under_another_sharding(
     ranks: RankPool, folder, tmp_path, case, before, after
 ):
     checkpoint, path = str(tmp_path / "checkpoint"), model(folder, case)
-    expected = ranks.run(train_and_save, way(before).ranks, case, path, way(before), checkpoint)[0]
-    for weights in ranks.run(load_and_train, way(after).ranks, case, path, way(after), checkpoint):
+    expected = ranks.run(
+        train_and_save, way(before).ranks, case, path, way(before), checkpoint
+    )[0]
+    for weights in ranks.run(
+        load_and_train, way(after).ranks, case, path, way(after), checkpoint
+    ):
         for name, weight in expected.items():
             assert relative_error(weights[name], weight) < 1e-6, name

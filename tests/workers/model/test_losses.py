@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.refusals import refused
-from tests.workers.model.losses.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
+from tests.workers.model.losses.loss_cases import (
+    computed_in_parts,
+    predictions_of,
+    tokens_of,
+    with_log_probs,
+)
 from tests.workers.model.reference import aggregated, reference_loss
 from tests.workers.model.tiny import random_sequences
 from workers.batch.dataproto import DataProto
@@ -59,37 +64,56 @@ def grouped(sequences: DataProto) -> DataProto:
 def test_loss_with_entropy_and_kl_equals_its_definition(aggregation):
     sequences = grouped(with_log_probs(random_sequences()))
     config = config_of(
-        aggregation, clip_low=0.1, clip_high=0.3, entropy_coefficient=0.01, kl_coefficient=0.05
+        aggregation,
+        clip_low=0.1,
+        clip_high=0.3,
+        entropy_coefficient=0.01,
+        kl_coefficient=0.05,
     )
     denominators = Denominators.of(sequences, GROUPS)
     predictions = predictions_of(sequences, sequences.tokens["log_probs"])
     loss, statistics = make_policy_loss(config)(predictions, denominators)
     log_probs = sequences.tokens["log_probs"].split(sequences.lengths.tolist())
-    expected, _ = reference_loss([(each, 0.5 * each**2) for each in log_probs], sequences, config, GROUPS)
+    expected, _ = reference_loss(
+        [(each, 0.5 * each**2) for each in log_probs], sequences, config, GROUPS
+    )
     assert float(loss) == pytest.approx(float(expected), rel=1e-12)
     assert results(to_metrics([statistics]))["loss"] == pytest.approx(float(loss))
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(AGGREGATIONS), st.lists(st.integers(0, 11), max_size=4), st.integers(0, 5))
-def test_loss_and_metrics_do_not_depend_on_how_the_mini_batch_is_cut(aggregation, cuts, seed):
+@given(
+    st.sampled_from(AGGREGATIONS),
+    st.lists(st.integers(0, 11), max_size=4),
+    st.integers(0, 5),
+)
+def test_loss_and_metrics_do_not_depend_on_how_the_mini_batch_is_cut(
+    aggregation, cuts, seed
+):
     sequences = grouped(with_log_probs(random_sequences(seed=seed)))
     loss_function = make_policy_loss(config_of(aggregation, kl_coefficient=0.1))
     denominators = Denominators.of(sequences, GROUPS)
     loss, _, statistics = computed_in_parts(sequences, cuts, loss_function, denominators)
-    whole, _, whole_statistics = computed_in_parts(sequences, [], loss_function, denominators)
+    whole, _, whole_statistics = computed_in_parts(
+        sequences, [], loss_function, denominators
+    )
     assert loss == pytest.approx(whole, rel=1e-12)
-    assert results(to_metrics(statistics)) == pytest.approx(results(to_metrics(whole_statistics)), rel=1e-12)
+    assert results(to_metrics(statistics)) == pytest.approx(
+        results(to_metrics(whole_statistics)), rel=1e-12
+    )
 
 
 def test_weights_by_hand():
     predictions = tokens_of([0.0] * 4, [3, 1], group_tokens=[4.0] * 4)
     denominators = Denominators(tokens=8, sequences=4, groups=2)
     weights = {
-        name: token_weights(predictions, denominators, name, constant_length=10) for name in AGGREGATIONS
+        name: token_weights(predictions, denominators, name, constant_length=10)
+        for name in AGGREGATIONS
     }
     assert weights["token_mean"].tolist() == [1 / 8] * 4
-    assert weights["sequence_mean_token_mean"].tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 12, 1 / 4])
+    assert weights["sequence_mean_token_mean"].tolist() == pytest.approx(
+        [1 / 12, 1 / 12, 1 / 12, 1 / 4]
+    )
     assert weights["sequence_mean_token_sum"].tolist() == [1 / 4] * 4
     assert weights["sequence_mean_token_sum_norm"].tolist() == [1 / 40] * 4
     assert weights["group_mean_token_mean"].tolist() == [1 / 8] * 4
@@ -110,7 +134,9 @@ def test_metrics_count_tokens_not_micro_batches():
     assert metrics["rollout_mismatch_mean"] == pytest.approx(float(expected.mean()))
     assert metrics["rollout_mismatch_max"] == pytest.approx(float(expected.max()))
     log_ratio = (log_probs - sequences.tokens["old_log_probs"])[mask]
-    assert metrics["approximate_kl"] == pytest.approx(float((log_ratio.neg().exp() - 1 + log_ratio).mean()))
+    assert metrics["approximate_kl"] == pytest.approx(
+        float((log_ratio.neg().exp() - 1 + log_ratio).mean())
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -125,45 +151,72 @@ def test_sft_is_the_negative_log_likelihood_under_its_normaliser(aggregation):
     sequences = grouped(with_log_probs(random_sequences()))
     config = config_of(aggregation)
     lengths, mask = sequences.lengths.tolist(), sequences.tokens["loss_mask"]
-    by_token = zip(sequences.tokens["log_probs"].split(lengths), mask.split(lengths), strict=True)
+    by_token = zip(
+        sequences.tokens["log_probs"].split(lengths), mask.split(lengths), strict=True
+    )
     learned = [
-        (-log_probs[mask], group) for (log_probs, mask), group in zip(by_token, GROUPS.tolist(), strict=True)
+        (-log_probs[mask], group)
+        for (log_probs, mask), group in zip(by_token, GROUPS.tolist(), strict=True)
     ]
-    expected = aggregated(*zip(*[each for each in learned if len(each[0])], strict=True), config)
-    loss_function = sft if aggregation == "token_mean" else make_sft_loss(aggregation, config.constant_length)
-    loss, _, _ = computed_in_parts(sequences, [3, 7], loss_function, Denominators.of(sequences, GROUPS))
+    expected = aggregated(
+        *zip(*[each for each in learned if len(each[0])], strict=True), config
+    )
+    loss_function = (
+        sft
+        if aggregation == "token_mean"
+        else make_sft_loss(aggregation, config.constant_length)
+    )
+    loss, _, _ = computed_in_parts(
+        sequences, [3, 7], loss_function, Denominators.of(sequences, GROUPS)
+    )
     assert loss == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_denominators_count_only_what_has_a_loss_token():
     sequences = random_sequences()
-    assert Denominators.of(sequences) == Denominators(sequences.num_loss_tokens, len(sequences) - 1)
-    assert Denominators.of(sequences, torch.arange(len(sequences))).groups == len(sequences) - 1
+    assert Denominators.of(sequences) == Denominators(
+        sequences.num_loss_tokens, len(sequences) - 1
+    )
+    assert (
+        Denominators.of(sequences, torch.arange(len(sequences))).groups
+        == len(sequences) - 1
+    )
 
 
 def test_auto_takes_the_normaliser_that_the_loss_states():
     assert make_policy_loss(LossConfig("gspo")).aggregation == "sequence_mean_token_mean"
     assert make_policy_loss(LossConfig("ppo_clip")).aggregation == "token_mean"
-    assert make_policy_loss(LossConfig("gspo", aggregation="token_mean")).aggregation == "token_mean"
+    assert (
+        make_policy_loss(LossConfig("gspo", aggregation="token_mean")).aggregation
+        == "token_mean"
+    )
 
 
-def packed_form(predictions: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
+def packed_form(
+    predictions: Predictions, config: LossConfig
+) -> tuple[torch.Tensor, Statistics]:
     centred = predictions.log_probs - predictions.sequence_mean(predictions.log_probs)
     return -predictions["advantages"] * centred.exp(), {"spread": mean(centred.abs())}
 
 
-def one_by_one(sequence: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
+def one_by_one(
+    sequence: Predictions, config: LossConfig
+) -> tuple[torch.Tensor, Statistics]:
     centred = sequence.log_probs - sequence.log_probs.mean()
     return -sequence["advantages"] * centred.exp(), {"spread": mean(centred.abs())}
 
 
 policy_loss("test_packed", aggregation="sequence_mean_token_mean")(packed_form)
-policy_loss("test_one_by_one", aggregation="sequence_mean_token_mean")(per_sequence_loss(one_by_one))
+policy_loss("test_one_by_one", aggregation="sequence_mean_token_mean")(
+    per_sequence_loss(one_by_one)
+)
 
 
 @policy_loss("test_of_a_sequence", aggregation="sequence_mean_token_mean")
 @per_sequence_loss
-def of_a_sequence(sequence: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
+def of_a_sequence(
+    sequence: Predictions, config: LossConfig
+) -> tuple[torch.Tensor, Statistics]:
     return -sequence["advantages"][0] * sequence.log_probs.sum(), {}
 
 
@@ -178,8 +231,12 @@ def registered():
 def test_p6_a_custom_loss_sees_the_packed_row_or_whole_sequences_one_by_one(aggregation):
     sequences = with_log_probs(random_sequences())
     outcomes = []
-    for name, cuts in itertools.product(["test_packed", "test_one_by_one"], [[], [2, 2, 9]]):
-        loss_function = make_policy_loss(LossConfig(name, aggregation=aggregation, entropy_coefficient=0.1))
+    for name, cuts in itertools.product(
+        ["test_packed", "test_one_by_one"], [[], [2, 2, 9]]
+    ):
+        loss_function = make_policy_loss(
+            LossConfig(name, aggregation=aggregation, entropy_coefficient=0.1)
+        )
         loss, gradients, statistics = computed_in_parts(
             sequences, cuts, loss_function, Denominators.of(sequences)
         )
@@ -193,7 +250,10 @@ def test_p6_a_custom_loss_sees_the_packed_row_or_whole_sequences_one_by_one(aggr
 def test_p6_one_number_a_sequence_is_averaged_over_sequences():
     sequences = with_log_probs(random_sequences())
     loss, _, _ = computed_in_parts(
-        sequences, [5], make_policy_loss(LossConfig("test_of_a_sequence")), Denominators.of(sequences)
+        sequences,
+        [5],
+        make_policy_loss(LossConfig("test_of_a_sequence")),
+        Denominators.of(sequences),
     )
     expected = []
     for index in range(len(sequences)):
@@ -217,7 +277,11 @@ def test_a_custom_loss_of_a_file_is_executed_once(tmp_path):
     )
     config = LossConfig("custom", function=f"{tmp_path}/mine.py:loss")
     try:
-        assert make_policy_loss(config).loss is make_policy_loss(config).loss is POLICY_LOSSES["of_a_file"]
+        assert (
+            make_policy_loss(config).loss
+            is make_policy_loss(config).loss
+            is POLICY_LOSSES["of_a_file"]
+        )
     finally:
         del POLICY_LOSSES["of_a_file"]
     assert (tmp_path / "mine.py.runs").read_text() == "x"
@@ -244,7 +308,9 @@ def test_a_loss_of_the_wrong_shape_is_refused():
     )
     try:
         with refused("test_wrong_shape", DataError):
-            make_policy_loss(LossConfig("test_wrong_shape"))(tokens_of([0.0] * 3), Denominators(3, 1))
+            make_policy_loss(LossConfig("test_wrong_shape"))(
+                tokens_of([0.0] * 3), Denominators(3, 1)
+            )
     finally:
         del POLICY_LOSSES["test_wrong_shape"]
 
@@ -261,14 +327,20 @@ ONE = Denominators(1, 1)
         (
             "reference_log_probs",
             DataError,
-            lambda: make_policy_loss(LossConfig(kl_coefficient=0.1))(tokens_of([0.0], advantages=[1.0]), ONE),
+            lambda: make_policy_loss(LossConfig(kl_coefficient=0.1))(
+                tokens_of([0.0], advantages=[1.0]), ONE
+            ),
         ),
         (
             "Denominators.groups",
             DataError,
             lambda: token_weights(tokens_of([0.0]), ONE, "group_mean_token_mean"),
         ),
-        ("aggregation=median", ConfigError, lambda: token_weights(tokens_of([0.0]), ONE, "median")),
+        (
+            "aggregation=median",
+            ConfigError,
+            lambda: token_weights(tokens_of([0.0]), ONE, "median"),
+        ),
         (
             "constant_length",
             ConfigError,
@@ -277,7 +349,11 @@ ONE = Denominators(1, 1)
         ("kl_estimator=k4", ConfigError, lambda: kl_estimate(torch.zeros(1), "k4")),
         ("ppo_clip", ConfigError, lambda: make_policy_loss(LossConfig(name="ppo"))),
         ("dual_clip=0.5", ConfigError, lambda: make_policy_loss(LossConfig(dual_clip=0.5))),
-        ("clip_cov_high", ConfigError, lambda: make_policy_loss(LossConfig("clip_cov", clip_cov_low=5.0))),
+        (
+            "clip_cov_high",
+            ConfigError,
+            lambda: make_policy_loss(LossConfig("clip_cov", clip_cov_low=5.0)),
+        ),
     ],
 )
 def test_what_is_missing_or_has_no_meaning_is_refused(named, error, use):

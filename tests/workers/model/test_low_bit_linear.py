@@ -57,7 +57,9 @@ def test_levels_come_back_and_all_else_goes_to_the_nearest_level() -> None:
     candidates = block_scales.float()[..., None, None] * torch.tensor(NF4)
     distances = (weight.unflatten(-1, (3, 64))[..., None] - candidates).abs()
     nearest = distances.amin(-1).flatten(-2)
-    assert torch.allclose((dequantize(codes, block_scales) - weight).abs(), nearest, atol=1e-6)
+    assert torch.allclose(
+        (dequantize(codes, block_scales) - weight).abs(), nearest, atol=1e-6
+    )
     codes, block_scales = quantize(weight, "int8")
     errors = (dequantize(codes, block_scales) - weight).abs().unflatten(-1, (3, 64))
     assert (errors <= 0.51 * block_scales.float()[..., None]).float().mean() > 0.99
@@ -100,19 +102,31 @@ def base_bytes(engine: TrainingEngine) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("base_dtype", "adapted", "others"),
-    [("float32", 4, 4), ("bfloat16", 2, 2), ("int8", 1 + 2 / 64, 2), ("nf4", 0.5 + 2 / 64, 2)],
+    [
+        ("float32", 4, 4),
+        ("bfloat16", 2, 2),
+        ("int8", 1 + 2 / 64, 2),
+        ("nf4", 0.5 + 2 / 64, 2),
+    ],
 )
 def test_frozen_weights_take_the_bytes_that_they_promise(
     model: str, base_dtype: str, adapted: float, others: float
 ) -> None:
     plain = base_bytes(build_engine(model, dtype="float32", lora=LORA))
-    sizes = base_bytes(build_engine(model, dtype="bfloat16", lora=LORA, base_dtype=base_dtype))
-    expected = {"adapted": plain["adapted"] / 4 * adapted, "others": plain["others"] / 4 * others}
+    sizes = base_bytes(
+        build_engine(model, dtype="bfloat16", lora=LORA, base_dtype=base_dtype)
+    )
+    expected = {
+        "adapted": plain["adapted"] / 4 * adapted,
+        "others": plain["others"] / 4 * others,
+    }
     assert sizes == expected
 
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", *ROUNDED])
-def test_engines_get_the_numbers_that_the_trainer_computes_with(model: str, base_dtype: str) -> None:
+def test_engines_get_the_numbers_that_the_trainer_computes_with(
+    model: str, base_dtype: str
+) -> None:
     engine = build(model, base_dtype, "bfloat16")
     sent = dict(engine.named_weights(torch.bfloat16))
     original = dict(build(model, "float32", "bfloat16").named_weights(torch.bfloat16))
@@ -126,7 +140,9 @@ def test_engines_get_the_numbers_that_the_trainer_computes_with(model: str, base
     assert_same(sent, original)
 
 
-def continued(model: str, base_dtype: str, folder: Path, steps: range) -> tuple[dict[str, Tensor], Tensor]:
+def continued(
+    model: str, base_dtype: str, folder: Path, steps: range
+) -> tuple[dict[str, Tensor], Tensor]:
     """Train, from the checkpoint in `folder` unless these are the first steps."""
     engine = build(model, base_dtype)
     if steps.start:
@@ -147,7 +163,9 @@ def test_a_run_resumes_to_the_bit_and_on_two_ranks(
     resumed, resumed_reference = continued(model, base_dtype, tmp_path, range(2, 3))
     assert_same(resumed, expected)
     assert torch.equal(resumed_reference, reference)
-    ((on_two, _), _) = ranks.run(continued, 2, model, base_dtype, tmp_path / "two", range(3))
+    ((on_two, _), _) = ranks.run(
+        continued, 2, model, base_dtype, tmp_path / "two", range(3)
+    )
     assert_same(on_two, expected, 1e-4)
 
 
@@ -158,7 +176,9 @@ def test_a_run_resumes_to_the_bit_and_on_two_ranks(
 )
 @example(width=48, ranks=3, base_dtype="nf4")
 @example(width=192, ranks=2, base_dtype="int8")
-def test_rows_are_refused_unless_each_rank_has_whole_blocks(width: int, ranks: int, base_dtype: str) -> None:
+def test_rows_are_refused_unless_each_rank_has_whole_blocks(
+    width: int, ranks: int, base_dtype: str
+) -> None:
     """Ranks that share columns of rows that pass read the numbers of the whole weight."""
     linear = nn.Linear(width, 3, bias=False)
     try:

@@ -20,7 +20,12 @@ from workers.config.loss import DistillationConfig
 from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
 from workers.model.memory.fake_gpu import Ledger
-from workers.model.memory.memory_trace import _update, full_micro_batches, largest_image, with_images
+from workers.model.memory.memory_trace import (
+    _update,
+    full_micro_batches,
+    largest_image,
+    with_images,
+)
 from workers.model.optimizer.optimizer import optimizer_state
 
 pytestmark = pytest.mark.slow  # six engines in a process of their own
@@ -45,7 +50,9 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.ledger = Ledger()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operator(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if type(each) is torch.Tensor:
@@ -54,7 +61,12 @@ class Counting(TorchDispatchMode):
 
 
 def settings(path: str, *, trains: bool) -> ModelConfig:
-    fixed = {"dtype": "float32", "compile": "never", "min_shared_tokens": 0, "logprob_chunk_tokens": 256}
+    fixed = {
+        "dtype": "float32",
+        "compile": "never",
+        "min_shared_tokens": 0,
+        "logprob_chunk_tokens": 256,
+    }
     return ModelConfig(path=path, train_vision=trains, **fixed)
 
 
@@ -79,7 +91,10 @@ def role(path: Path, images: dict[str, Any], *, trains: bool) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def measured(vision_model: Callable[[str], Path]) -> dict[str, dict[str, float]]:
     """Bytes that an update of each tower takes beside its states, by one process with a simulated GPU."""
-    roles = {name: role(vision_model(name), limits(vision_model(name)), trains=True) for name in FAMILIES}
+    roles = {
+        name: role(vision_model(name), limits(vision_model(name)), trains=True)
+        for name in FAMILIES
+    }
     path = vision_model("llava")
     roles["text"] = role(path, {}, trains=False)
     roles["frozen"] = role(path, limits(path), trains=False)
@@ -101,10 +116,15 @@ def allocated(path: Path) -> int:
     """Bytes of the same update on the CPU, where windows are attended to one by one."""
     with Counting() as counting:
         engine = TrainingEngine(
-            settings(str(path), trains=True), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+            settings(str(path), trains=True),
+            optimizer=OptimizerConfig(),
+            total_steps=1,
+            device="cpu",
         )
         optimizer_state(engine.optimizer)
-        sequences, micro_batches = full_micro_batches(TOKENS, LONGEST, engine.vocabulary, 2, padded=False)
+        sequences, micro_batches = full_micro_batches(
+            TOKENS, LONGEST, engine.vocabulary, 2, padded=False
+        )
         vision = engine.module.vision
         assert vision is not None
         tower = vision.model.config.vision_config
@@ -126,13 +146,21 @@ def test_an_update_of_a_tower_takes_what_is_measured(
     measured: dict[str, dict[str, float]], vision_model: Callable[[str], Path], family: str
 ) -> None:
     found = measured[family]
-    assert found["update"] - found["states"] == pytest.approx(allocated(vision_model(family)), rel=0.15)
+    assert found["update"] - found["states"] == pytest.approx(
+        allocated(vision_model(family)), rel=0.15
+    )
 
 
-def test_towers_take_memory_when_they_train_and_by_the_cap(measured: dict[str, dict[str, float]]) -> None:
+def test_towers_take_memory_when_they_train_and_by_the_cap(
+    measured: dict[str, dict[str, float]],
+) -> None:
     """Frozen, a tower keeps nothing for a backward pass, and neither gradients nor a state of the
     optimiser.
     """
     taken = {name: each["update"] - each["states"] for name, each in measured.items()}
     assert taken["text"] < taken["frozen"] < taken["capped"] < taken["llava"]
-    assert measured["text"]["states"] == measured["frozen"]["states"] < measured["llava"]["states"]
+    assert (
+        measured["text"]["states"]
+        == measured["frozen"]["states"]
+        < measured["llava"]["states"]
+    )

@@ -28,7 +28,10 @@ def test_dropout_is_never_active(path):
     model = load_model(config, torch.float32)
     checkpoint_layers(model.model, model.layers, config, compiled=False)
     attention_modules = [layer.self_attn for layer in model.layers]
-    assert all(module.attention_dropout == 0.5 and not module.training for module in attention_modules)
+    assert all(
+        module.attention_dropout == 0.5 and not module.training
+        for module in attention_modules
+    )
     assert all(layer.training and layer.gradient_checkpointing for layer in model.layers)
 
 
@@ -46,7 +49,10 @@ def test_an_unset_path_is_named(missing):
 
 
 def test_a_missing_folder_is_one_line(tmp_path):
-    for load in (lambda path: load_model(ModelConfig(path=path), torch.float32), load_tokenizer):
+    for load in (
+        lambda path: load_model(ModelConfig(path=path), torch.float32),
+        load_tokenizer,
+    ):
         with refused(f"model.path={tmp_path / 'nowhere'}"):
             load(str(tmp_path / "nowhere"))
 
@@ -91,7 +97,11 @@ def test_logits_exist_for_a_chunk_of_tokens_by_device(setting, device, chunk):
 
 def test_the_models_logits_exist_for_the_chunk_that_is_set(path):
     packed = load_model(ModelConfig(path=path, logprob_chunk_tokens=3), torch.float32)
-    row = pack(DataProto.from_list([{"input_ids": torch.arange(8), "loss_mask": torch.arange(8) > 0}]))
+    row = pack(
+        DataProto.from_list(
+            [{"input_ids": torch.arange(8), "loss_mask": torch.arange(8) > 0}]
+        )
+    )
     packed.hidden_states = lambda *_: torch.zeros(7, 32)
     with CountedLinears() as linears:
         packed(row, temperature=1.0)

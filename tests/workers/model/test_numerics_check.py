@@ -35,7 +35,12 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def build(
-    path: str, *, head: str = "lm", frozen: bool = False, dtype: str = "float32", **model: object
+    path: str,
+    *,
+    head: str = "lm",
+    frozen: bool = False,
+    dtype: str = "float32",
+    **model: object,
 ) -> TrainingEngine:
     return TrainingEngine(
         ModelConfig(path=path, dtype=dtype, **model),
@@ -60,21 +65,35 @@ def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
     module = load_value_model(config, FLOAT32)
     assert 0 < check_numerics(module, config).largest < 1e-5
     module.model.model.layers[0].mlp.__class__ = RunningMean
-    with pytest.raises(UnsupportedModelError, match=r"values differ by up to .* of a hidden state's size"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"values differ by up to .* of a hidden state's size"
+    ):
         check_numerics(module, config)
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "message"),
     [
-        ("louder", "packed", r"\(louder\): with model.layout=packed log-probs differ by up to [\d.]+ nats"),
+        (
+            "louder",
+            "packed",
+            r"\(louder\): with model.layout=packed log-probs differ by up to [\d.]+ nats",
+        ),
         (
             "louder",
             "padded",
             r"\(louder\): with model.layout=padded log-probs differ .*\. Take another model",
         ),
-        ("leaking", "packed", r"\(leaking\): with model.layout=packed .*\. Set model.layout=padded"),
-        ("fading", "packed", r"\(fading\): with model.layout=packed .*\. Set model.layout=padded"),
+        (
+            "leaking",
+            "packed",
+            r"\(leaking\): with model.layout=packed .*\. Set model.layout=padded",
+        ),
+        (
+            "fading",
+            "packed",
+            r"\(fading\): with model.layout=packed .*\. Set model.layout=padded",
+        ),
         (
             "crashing",
             "packed",
@@ -96,7 +115,8 @@ def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and
 
 def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
     packed, padded = (
-        load_model(ModelConfig(path=path, layout=name), FLOAT32) for name in ("packed", "padded")
+        load_model(ModelConfig(path=path, layout=name), FLOAT32)
+        for name in ("packed", "padded")
     )
 
     def refuse(model: object, name: str) -> None:
@@ -138,14 +158,23 @@ def test_the_engine_is_left_as_it_was(path):
     assert engine.module.model.config._attn_implementation == "ballast_packed"
 
 
-def test_adapters_are_probed_by_their_gradient_and_frozen_models_and_value_heads_without(path):
-    assert ".lora_B." in make_probe(build(path, lora=LoraConfig(rank=2)).module, FLOAT32).parameters[0]
+def test_adapters_are_probed_by_their_gradient_and_frozen_models_and_value_heads_without(
+    path,
+):
+    assert (
+        ".lora_B."
+        in make_probe(build(path, lora=LoraConfig(rank=2)).module, FLOAT32).parameters[0]
+    )
     for settings in ({"frozen": True}, {"head": "value"}):
         assert make_probe(build(path, **settings).module, FLOAT32).parameters == ()
 
 
-def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(tmp_path, monkeypatch):
-    config = ModelConfig(path=save_tiny_model(tmp_path, "mistral windowed", sliding_window=4096))
+def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(
+    tmp_path, monkeypatch
+):
+    config = ModelConfig(
+        path=save_tiny_model(tmp_path, "mistral windowed", sliding_window=4096)
+    )
     packed = load_model(config, FLOAT32)
     assert check_numerics(packed, config).largest < 1e-5
     assert packed.model.config.sliding_window == 4096, "it is as it was"
@@ -155,17 +184,26 @@ def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(tmp_
 
 
 @pytest.mark.parametrize(
-    ("window", "positions", "message"), [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")]
+    ("window", "positions", "message"),
+    [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")],
 )
-def test_a_length_that_the_model_is_built_with_is_exceeded_or_refused(tmp_path, window, positions, message):
+def test_a_length_that_the_model_is_built_with_is_exceeded_or_refused(
+    tmp_path, window, positions, message
+):
     sizes = {
         "hidden_size": 32,
         "num_layers": 2,
         "num_heads": 4,
         "attention_types": [[["global", "local"], 1]],
     }
-    settings = {"vocab_size": 37, "window_size": window, "max_position_embeddings": positions}
-    AutoModelForCausalLM.from_config(GPTNeoConfig(**sizes, **settings)).save_pretrained(tmp_path)
+    settings = {
+        "vocab_size": 37,
+        "window_size": window,
+        "max_position_embeddings": positions,
+    }
+    AutoModelForCausalLM.from_config(GPTNeoConfig(**sizes, **settings)).save_pretrained(
+        tmp_path
+    )
     config = ModelConfig(path=str(tmp_path), layout="padded")
     packed = load_model(config, FLOAT32)
     if message:
@@ -185,7 +223,11 @@ def test_the_probe_is_within_the_models_positions(tmp_path):
 
 def trained_weights(path: str, check_numerics: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 2, "device": "cpu"}
+    settings = {
+        "optimizer": OptimizerConfig(learning_rate=1e-2),
+        "total_steps": 2,
+        "device": "cpu",
+    }
     engine = TrainingEngine(
         ModelConfig(path=path, dtype="float32"), check_numerics=check_numerics, **settings
     )
@@ -210,7 +252,9 @@ def refusal(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
         "head": head,
     }
     try:
-        TrainingEngine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
+        TrainingEngine(
+            ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings
+        )
     except UnsupportedModelError as error:
         return str(error)
     return ""
@@ -244,7 +288,10 @@ CONTEXT = ParallelConfig(context_parallel=2)
     ],
 )
 def test_engines_over_ranks_pass_the_check(ranks, tmp_path, family, head, parallel):
-    assert ranks.run(refusal, 2, save_tiny_model(tmp_path, family), parallel, head) == ["", ""]
+    assert ranks.run(refusal, 2, save_tiny_model(tmp_path, family), parallel, head) == [
+        "",
+        "",
+    ]
 
 
 def test_two_ranks_refuse_a_broken_model_alike(ranks, broken):

@@ -42,7 +42,10 @@ LATENT = {
 }
 FAMILY_SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3Config, SPARSE | LATENT),
-    "minimax_m2": (MiniMaxM2Config, SPARSE | {"num_local_experts": 4, "head_dim": 16, "rotary_dim": 8}),
+    "minimax_m2": (
+        MiniMaxM2Config,
+        SPARSE | {"num_local_experts": 4, "head_dim": 16, "rotary_dim": 8},
+    ),
 }
 CASES = [
     ("deepseek_v3", "fp8 blocks", {}),
@@ -55,7 +58,11 @@ CASES = [
 
 
 def save_quantized(
-    folder: Path, family: str, form: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    family: str,
+    form: str,
+    overrides: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Path, Path]:
     for name, settings in FAMILY_SETTINGS.items():
         monkeypatch.setitem(FAMILIES, name, settings)
@@ -64,23 +71,33 @@ def save_quantized(
     return path, folder / "plain"
 
 
-@pytest.mark.parametrize(("family", "form", "overrides"), CASES, ids=[" ".join(case[:2]) for case in CASES])
+@pytest.mark.parametrize(
+    ("family", "form", "overrides"), CASES, ids=[" ".join(case[:2]) for case in CASES]
+)
 def test_a_quantized_checkpoint_computes_what_its_weights_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, form: str, overrides: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    form: str,
+    overrides: dict[str, Any],
 ) -> None:
     path, plain = save_quantized(tmp_path, family, form, overrides, monkeypatch)
     packed = load_model(ModelConfig(path=str(path), layout="padded"), torch.float64)
     expected = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float64)
     for model in (packed.model, expected):
         if model._can_set_experts_implementation():
-            model.set_experts_implementation("eager")  # the grouped product takes no float64
+            model.set_experts_implementation(
+                "eager"
+            )  # the grouped product takes no float64
     ids = torch.arange(20)[None] % 37
     with torch.no_grad():
         actual = packed.model(ids).logits.log_softmax(-1)
         wanted = expected(ids).logits.log_softmax(-1)
     assert (actual - wanted).abs().max() < 1e-9
     assert getattr(packed.model.config, "quantization_config", None) is None
-    skeleton = build_skeleton(ModelConfig(path=str(path)), path, "lm", trained=True, weights=True)
+    skeleton = build_skeleton(
+        ModelConfig(path=str(path)), path, "lm", trained=True, weights=True
+    )
     names = {name: weight.shape for name, weight in skeleton.model.state_dict().items()}
     assert names == {name: weight.shape for name, weight in expected.state_dict().items()}
 
@@ -104,7 +121,10 @@ def test_ranks_that_share_a_quantized_model_give_out_plain_weights(
     tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, plain = save_quantized(tmp_path, *CASES[3], monkeypatch)
-    expected = {name: weight.bfloat16() for name, weight in load_file(plain / "model.safetensors").items()}
+    expected = {
+        name: weight.bfloat16()
+        for name, weight in load_file(plain / "model.safetensors").items()
+    }
     expected["lm_head.weight"] = expected["model.embed_tokens.weight"]  # tied
     for (sent,) in ranks.run(leave, 2, str(path), [None], {"expert_parallel": 2}):
         assert_same(sent, expected)
@@ -116,7 +136,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "nvfp4-pack-quantized": INT4 | {"format": "nvfp4-pack-quantized"},
     "asymmetric": INT4
-    | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "symmetric": False}}}},
+    | {
+        "config_groups": {
+            "a": {"weights": {"num_bits": 4, "type": "int", "symmetric": False}}
+        }
+    },
     "several forms": INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}},
     "None": {"bits": 4},
 }
@@ -133,11 +157,16 @@ def test_what_cannot_be_made_plain_is_refused_by_name(
 
 
 def drop(suffix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda stored: {name: part for name, part in stored.items() if not name.endswith(suffix)}
+    return lambda stored: {
+        name: part for name, part in stored.items() if not name.endswith(suffix)
+    }
 
 
 def widen_scales(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part.repeat(3, 1) if name.endswith("_scale") else part for name, part in stored.items()}
+    return {
+        name: part.repeat(3, 1) if name.endswith("_scale") else part
+        for name, part in stored.items()
+    }
 
 
 def add_zero_points(stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ def fault(marks: Path, times: int) -> int:
 def train(path: str) -> int:
     """One step; process groups' threads before it."""
     known, engine, sequences = gloo_loops(), build_engine(path), random_sequences()
-    engine.forward_backward(sequences, [(0, len(sequences))], sft, Denominators.of(sequences))
+    engine.forward_backward(
+        sequences, [(0, len(sequences))], sft, Denominators.of(sequences)
+    )
     engine.optimizer_step()
     return known
 
@@ -67,6 +69,9 @@ def test_a_segmentation_fault_is_forgiven_once_and_told(tmp_path):
     pool = RankPool(size=2)
     with pytest.warns(UserWarning, match="segmentation fault"):
         assert pool.run(fault, 2, tmp_path, 1) == [0, 1]
-    with pytest.warns(UserWarning), pytest.raises(RankError, match=r"rank 1 of 2:\nthe process.* -11"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(RankError, match=r"rank 1 of 2:\nthe process.* -11"),
+    ):
         pool.run(fault, 2, tmp_path, 3)
     pool.stop()

@@ -20,21 +20,31 @@ from workers.model.model import load_model
         ("gpt_oss", {"dtype": "float32"}),  # biases of experts are added in place
     ],
 )
-def test_gradients_are_equal_to_the_last_bit_and_products_are_made_once(tmp_path, family, settings):
+def test_gradients_are_equal_to_the_last_bit_and_products_are_made_once(
+    tmp_path, family, settings
+):
     path, flops, found = save_tiny_model(tmp_path, family), {}, {}
-    modes = {mode: {"gradient_checkpointing": mode} for mode in ("none", "selective", "full")}
+    modes = {
+        mode: {"gradient_checkpointing": mode} for mode in ("none", "selective", "full")
+    }
     modes["mixed"] = modes["full"] | {"recompute_num_layers": 1}
     for name, mode in modes.items():
         with FlopCounterMode(display=False) as counter:
             found[name] = trained(path, steps=1, **settings, **mode)
         flops[name] = counter.get_total_flops()
-    assert all(torch.equal(*pair) for name in modes for pair in zip(found[name], found["none"], strict=True))
+    assert all(
+        torch.equal(*pair)
+        for name in modes
+        for pair in zip(found[name], found["none"], strict=True)
+    )
     assert flops["none"] <= flops["selective"] < flops["mixed"] < flops["full"]
     if family != "gpt_oss":
         assert flops["selective"] == flops["none"]
 
 
-@pytest.mark.parametrize("mode", [{"gradient_checkpointing": "selective", "recompute_num_layers": 1}, {}])
+@pytest.mark.parametrize(
+    "mode", [{"gradient_checkpointing": "selective", "recompute_num_layers": 1}, {}]
+)
 def test_no_layer_without_checkpointing_offloads_what_it_saves(tmp_path, mode):
     path = save_tiny_model(tmp_path)
     with refused("model.activation_offload"):

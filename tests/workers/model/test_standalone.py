@@ -31,7 +31,9 @@ tests.gpu.benchmark.main()
 
 
 def test_training_steps_in_both_layouts_without_the_other_dependencies():
-    process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=REPOSITORY, text=True, capture_output=True)
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=REPOSITORY, text=True, capture_output=True
+    )
     assert process.returncode == 0, process.stderr
     table = [line for line in process.stdout.splitlines() if line.startswith("| tiny |")]
     assert [line.split(" | ")[1] for line in table] == [

@@ -23,7 +23,9 @@ def test_a_micro_step_is_recorded_with_its_tokens_and_its_place_in_time() -> Non
     assert (first.name, first.tokens, first.squared_tokens) == ("update", 8, 34)
     assert first.sums == (8, 34, 3, 5)
     assert second.sums == (0, 0, 0, 0)
-    assert before - 1e-3 <= first.start <= first.start + first.seconds <= second.start + 1e-6
+    assert (
+        before - 1e-3 <= first.start <= first.start + first.seconds <= second.start + 1e-6
+    )
     assert second.start + second.seconds <= after + 1e-3
     assert first.seconds >= 0.01
 
@@ -52,7 +54,9 @@ def test_every_micro_batch_of_every_pass_of_the_engine_is_measured(tmp_path) -> 
     engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
     sequences = random_sequences()
     engine.log_probs(sequences, [(0, 6), (6, 11)])
-    engine.forward_backward(sequences, [(0, 3), (3, 11), (0, 0)], sft, Denominators.of(sequences))
+    engine.forward_backward(
+        sequences, [(0, 3), (3, 11), (0, 0)], sft, Denominators.of(sequences)
+    )
     times = engine.clock.take()
     assert [found.name for found in times] == ["log_probs"] * 2 + ["update"] * 3
     cuts = [(0, 6), (6, 11), (0, 3), (3, 11), (0, 0)]

@@ -32,22 +32,32 @@ def test_a_micro_batch_without_work_has_no_values():
         assert len(read_last(rows, nothing).predicting) == len(rows.predicting) == 0
 
 
-def test_a_critic_from_a_causal_lm_starts_at_0_and_is_read_again_as_it_was_written(tmp_path):
+def test_a_critic_from_a_causal_lm_starts_at_0_and_is_read_again_as_it_was_written(
+    tmp_path,
+):
     path = save_tiny_model(tmp_path / "lm")
     critic = load_value_model(ModelConfig(path=path), torch.float64)
     assert not critic.model.score.weight.any()
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    torch.testing.assert_close(critic.model.model.norm.weight, policy.model.norm.weight, rtol=0, atol=0)
+    torch.testing.assert_close(
+        critic.model.model.norm.weight, policy.model.norm.weight, rtol=0, atol=0
+    )
     torch.nn.init.normal_(critic.model.score.weight)
     critic.model.save_pretrained(tmp_path / "critic")
     again = load_value_model(ModelConfig(path=str(tmp_path / "critic")), torch.float64)
-    torch.testing.assert_close(again.model.score.weight, critic.model.score.weight, rtol=0, atol=0)
+    torch.testing.assert_close(
+        again.model.score.weight, critic.model.score.weight, rtol=0, atol=0
+    )
 
 
 def test_an_incomplete_model_is_refused(tmp_path):
     path = save_tiny_model(tmp_path / "lm")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    state = {name: weight for name, weight in model.state_dict().items() if "layers.0.mlp.up" not in name}
+    state = {
+        name: weight
+        for name, weight in model.state_dict().items()
+        if "layers.0.mlp.up" not in name
+    }
     model.save_pretrained(path, state_dict=state)
     with refused("model.layers.0.mlp.up_proj"):
         load_value_model(ModelConfig(path=path), torch.float64)
@@ -59,7 +69,9 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
 def for_a_critic() -> DataProto:
     sequences = random_sequences()
     returns = torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)
-    return DataProto(sequences.lengths, sequences.tokens | {"returns": returns}, sequences.columns)
+    return DataProto(
+        sequences.lengths, sequences.tokens | {"returns": returns}, sequences.columns
+    )
 
 
 def test_training_a_critic_explains_more_of_the_returns(tmp_path):
@@ -74,7 +86,9 @@ def test_training_a_critic_explains_more_of_the_returns(tmp_path):
     assert not engine.values(sequences, [(0, 11)])[0].any()
     loss_function, explained = make_value_loss(ValueLossConfig(clip=0.0)), []
     for _ in range(30):
-        metrics = engine.forward_backward(sequences, [(0, 11)], loss_function, Denominators.of(sequences))
+        metrics = engine.forward_backward(
+            sequences, [(0, 11)], loss_function, Denominators.of(sequences)
+        )
         explained.append(explained_variance(metrics))
         engine.optimizer_step()
     assert explained[0] == pytest.approx(0.0)
@@ -85,7 +99,9 @@ def test_a_head_gives_only_what_it_has(tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences()
 
     def frozen(head: str) -> TrainingEngine:
-        return TrainingEngine(ModelConfig(path=path), optimizer=None, total_steps=0, device="cpu", head=head)
+        return TrainingEngine(
+            ModelConfig(path=path), optimizer=None, total_steps=0, device="cpu", head=head
+        )
 
     with refused("head='value'"):
         frozen("value").log_probs(sequences, [(0, 11)])
@@ -98,7 +114,10 @@ def test_a_head_gives_only_what_it_has(tmp_path):
 def predictions(values: Tensor, **columns: list[float]) -> ValuePredictions:
     return ValuePredictions(
         values=values,
-        columns={name: torch.tensor(column, dtype=values.dtype) for name, column in columns.items()},
+        columns={
+            name: torch.tensor(column, dtype=values.dtype)
+            for name, column in columns.items()
+        },
         sequence_index=torch.zeros(len(values), dtype=torch.int64),
         num_sequences=1,
     )
@@ -117,13 +136,23 @@ def test_the_clipped_loss_by_hand():
     assert results(to_metrics([statistics]))["value_clip_fraction"] == 0.5
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+)
 def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
     sequences = random_sequences()
     generator = torch.Generator().manual_seed(1)
-    returns = 5 + torch.randn(sequences.num_tokens, generator=generator, dtype=torch.float64)
-    values = returns + 0.5 * torch.randn(sequences.num_tokens, generator=generator, dtype=torch.float64)
-    tokens = sequences.tokens | {"returns": returns, "values": values, "old_values": values + 0.3}
+    returns = 5 + torch.randn(
+        sequences.num_tokens, generator=generator, dtype=torch.float64
+    )
+    values = returns + 0.5 * torch.randn(
+        sequences.num_tokens, generator=generator, dtype=torch.float64
+    )
+    tokens = sequences.tokens | {
+        "returns": returns,
+        "values": values,
+        "old_values": values + 0.3,
+    }
     sequences = DataProto(sequences.lengths, tokens, sequences.columns)
     loss_function = make_value_loss(ValueLossConfig(clip=0.2, aggregation=aggregation))
     denominators = Denominators.of(sequences)
@@ -134,7 +163,9 @@ def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
             part = sequences.slice(start, stop)
             row = pack(part)
             own = part.tokens["values"][row.loss_positions]
-            loss, measured = loss_function(ValuePredictions.gather(own, part, row), denominators)
+            loss, measured = loss_function(
+                ValuePredictions.gather(own, part, row), denominators
+            )
             total += loss.item()
             statistics.append(measured)
         return total, to_metrics(statistics)
@@ -143,7 +174,9 @@ def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
     cut, cut_metrics = in_parts(0, 1, 2, 7, 7, 11)
     assert cut == pytest.approx(whole, rel=1e-12)
     mask = sequences.tokens["loss_mask"]
-    expected = 1 - (returns - values)[mask].var(correction=0) / returns[mask].var(correction=0)
+    expected = 1 - (returns - values)[mask].var(correction=0) / returns[mask].var(
+        correction=0
+    )
     assert explained_variance(metrics) == pytest.approx(float(expected), rel=1e-9)
     assert explained_variance(cut_metrics) == pytest.approx(float(expected), rel=1e-9)
 

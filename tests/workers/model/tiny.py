@@ -51,7 +51,12 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
     ),
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,
@@ -73,15 +78,29 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "gemma": (transformers.GemmaConfig, {"head_dim": 16}),
     "gemma2": (
         transformers.Gemma2Config,
-        {"head_dim": 16, "sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        {
+            "head_dim": 16,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+        },
     ),
     "gemma3": (
         transformers.Gemma3TextConfig,
-        {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "head_dim": 16,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "gpt_oss": (
         transformers.GptOssConfig,
-        {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "head_dim": 16,
+            "sliding_window": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
     ),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
@@ -144,7 +163,9 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
 WITH_STATES = ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2", "kimi_linear")
 
 
-def tiny_config(family: str = "qwen2", **overrides: object) -> transformers.PreTrainedConfig:
+def tiny_config(
+    family: str = "qwen2", **overrides: object
+) -> transformers.PreTrainedConfig:
     config_class, extra = FAMILIES[family]
     settings = {
         "vocab_size": VOCABULARY,
@@ -163,9 +184,13 @@ def tiny_config(family: str = "qwen2", **overrides: object) -> transformers.PreT
 def save_tiny_model(path: Path, family: str = "qwen2", **overrides: object) -> str:
     """A random model in float64 with a tokenizer, at `path`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family, **overrides), dtype=torch.float64
+    )
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers starts biases at 0, where a forgotten one goes unnoticed
+        if name.endswith(
+            "bias"
+        ):  # transformers starts biases at 0, where a forgotten one goes unnoticed
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(path)
     save_tokenizer(path, VOCABULARY)
@@ -183,21 +208,37 @@ def teacher_of(path: str) -> str:
 def save_tokenizer(path: Path, size: int) -> None:
     vocabulary = {f"t{index}": index for index in range(size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
+        path
+    )
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
     """The files of a model but for weights, hidden ones and a card of ours, by name."""
     weights = (".safetensors", ".bin", ".gguf", ".index.json")
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    ]
     found = {
-        str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.endswith(weights)
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if not path.name.endswith(weights)
     }
-    return {name: content for name, content in found.items() if b"<!-- written by Ballast -->" not in content}
+    return {
+        name: content
+        for name, content in found.items()
+        if b"<!-- written by Ballast -->" not in content
+    }
 
 
 def random_sequences(
-    count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64, *, branching: bool = False
+    count: int = 11,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    *,
+    branching: bool = False,
 ) -> DataProto:
     """Long-tailed lengths with prompts, one response with a hole, one sequence without any loss token.
 
@@ -247,7 +288,9 @@ def unpacked_log_probs(
     return log_probs_in(unpacked_distributions(model, sequences, temperature), sequences)
 
 
-def log_probs_in(distributions: Iterable[Tensor], sequences: DataProto) -> list[tuple[Tensor, Tensor]]:
+def log_probs_in(
+    distributions: Iterable[Tensor], sequences: DataProto
+) -> list[tuple[Tensor, Tensor]]:
     """(log_probs, entropy) of the sequences' own tokens, from `unpacked_distributions`."""
     outputs = []
     each = sequences.tokens["input_ids"].split(sequences.lengths.tolist())
@@ -264,7 +307,9 @@ def unpacked_distributions(
 ) -> Iterator[Tensor]:
     """Log-probs [L - 1, V] of every sequence's tokens from its second on."""
     for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
-        yield (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        yield (
+            model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
+        ).log_softmax(-1)
 
 
 def reward_model(**overrides: object) -> PreTrainedModel:
@@ -298,14 +343,20 @@ def compute_in_float64(model: PreTrainedModel) -> None:
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
     return (
-        module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        module.weight
+        * hidden
+        * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
     )
 
 
 def _route(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = torch.nn.functional.linear(hidden, module.weight)
     weights, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
-    return logits, weights / (weights.sum(-1, keepdim=True) if module.norm_topk_prob else 1), chosen
+    return (
+        logits,
+        weights / (weights.sum(-1, keepdim=True) if module.norm_topk_prob else 1),
+        chosen,
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -20,8 +20,15 @@ TYPED = {
     "properties": {"by": {"type": "integer"}, "metadata": {"type": "object"}},
     "required": ["by"],
 }
-CALL = {"title": "CallToolAction", "properties": {"tool_name": {"type": "string"}, "metadata": {}}}
-TOOL = {"name": "count", "description": "Count on.", "input_schema": {"type": "object", "properties": {}}}
+CALL = {
+    "title": "CallToolAction",
+    "properties": {"tool_name": {"type": "string"}, "metadata": {}},
+}
+TOOL = {
+    "name": "count",
+    "description": "Count on.",
+    "input_schema": {"type": "object", "properties": {}},
+}
 
 
 class StandIn:
@@ -38,7 +45,9 @@ class StandIn:
         self.seeds: list[Any] = []
         self.closed_by_message = 0
 
-    def answer_page(self, connection: ServerConnection, request: Request) -> Response | None:
+    def answer_page(
+        self, connection: ServerConnection, request: Request
+    ) -> Response | None:
         if request.path == "/ws":
             return None
         page = self.pages.get(request.path)
@@ -79,7 +88,11 @@ class StandIn:
         match fields.get("by"):
             case int() as number:
                 total += number
-                shown = {"total": total} if self.typed else {"tool_name": "count", "result": total}
+                shown = (
+                    {"total": total}
+                    if self.typed
+                    else {"tool_name": "count", "result": total}
+                )
                 connection.send(_observe(shown, reward=float(number), done=total > 10))
             case "crash":
                 connection.socket.shutdown(socket.SHUT_RDWR)
@@ -93,13 +106,20 @@ class StandIn:
                 connection.send("no JSON")
             case _:
                 errors = [{"loc": ["by"], "msg": "should be a number"}]
-                connection.send(_error("VALIDATION_ERROR", "Invalid message", errors=errors))
+                connection.send(
+                    _error("VALIDATION_ERROR", "Invalid message", errors=errors)
+                )
         return total
 
 
-def _observe(fields: dict[str, Any], reward: float | None = None, *, done: bool = False) -> str:
+def _observe(
+    fields: dict[str, Any], reward: float | None = None, *, done: bool = False
+) -> str:
     return json.dumps(
-        {"type": "observation", "data": {"observation": fields, "reward": reward, "done": done}}
+        {
+            "type": "observation",
+            "data": {"observation": fields, "reward": reward, "done": done},
+        }
     )
 
 
@@ -110,7 +130,9 @@ def _error(code: str, message: str, **more: Any) -> str:
 @contextmanager
 def serving(stand_in: StandIn) -> Iterator[str]:
     """Serve on a free port, and yield the URL."""
-    with serve(stand_in.play, "127.0.0.1", 0, process_request=stand_in.answer_page) as server:
+    with serve(
+        stand_in.play, "127.0.0.1", 0, process_request=stand_in.answer_page
+    ) as server:
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"

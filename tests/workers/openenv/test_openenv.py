@@ -33,7 +33,10 @@ def typed() -> Iterator[tuple[StandIn, str]]:
 
 
 def call(record: dict[str, Any], name: str = "", **arguments: Any) -> Turn:
-    function = {"name": name or record["tools"][0]["function"]["name"], "arguments": arguments}
+    function = {
+        "name": name or record["tools"][0]["function"]["name"],
+        "arguments": arguments,
+    }
     return Turn("", tool_calls=[{"id": "1", "function": function}])
 
 
@@ -50,12 +53,16 @@ async def play(pool: EnvironmentPool, record: dict[str, Any], *turns: Turn) -> l
     return answers
 
 
-def play_all(url: str, *episodes: tuple[dict[str, Any], list[Turn]], seconds: float = 20.0) -> list[Any]:
+def play_all(
+    url: str, *episodes: tuple[dict[str, Any], list[Turn]], seconds: float = 20.0
+) -> list[Any]:
     pool = EnvironmentPool(pack_server_environment(f"openenv:{url}"), timeout_s=seconds)
 
     async def gather() -> Any:
         try:
-            return await asyncio.gather(*(play(pool, record, *turns) for record, turns in episodes))
+            return await asyncio.gather(
+                *(play(pool, record, *turns) for record, turns in episodes)
+            )
         finally:
             await pool.stop()
 
@@ -73,20 +80,28 @@ def wait_for_no_session(stand_in: StandIn) -> None:
 def test_a_session_is_played_by_tools(counting: tuple[StandIn, str]) -> None:
     stand_in, url = counting
     records = task_records(f"openenv:{url}?seeds=2")
-    assert [record["prompt"][0]["content"] for record in records] == ["Count above ten."] * 2
+    assert [record["prompt"][0]["content"] for record in records] == [
+        "Count above ten."
+    ] * 2
     (tool,) = records[0]["tools"]
     assert tool["function"]["name"] == ("count_action" if stand_in.typed else "count")
     assert "metadata" not in tool["function"]["parameters"]["properties"]
     turns = [call(records[1], by=3), call(records[1], by=None), call(records[1], by=9)]
     ((opening, first, wrong, last),) = play_all(url, (records[1], turns))
     assert json.loads(opening) == 0 and stand_in.seeds[-1] == 1
-    assert first.text[0]["role"] == "tool" and first.text[0]["content"] == "3" and not first.done
+    assert (
+        first.text[0]["role"] == "tool"
+        and first.text[0]["content"] == "3"
+        and not first.done
+    )
     assert (first.reward, wrong.reward, last.reward) == (3.0, 0.0, 9.0) and last.done
     assert "by: should be a number" in wrong.text[0]["content"]
     wait_for_no_session(stand_in)
 
 
-def test_a_turn_without_a_call_ends_the_episode_and_one_in_error_does_not(typed: tuple[StandIn, str]) -> None:
+def test_a_turn_without_a_call_ends_the_episode_and_one_in_error_does_not(
+    typed: tuple[StandIn, str],
+) -> None:
     stand_in, url = typed
     (record,) = task_records(f"openenv:{url}?seeds=1&prompt=Go")
     assert record["prompt"][0]["content"] == "Go"
@@ -101,14 +116,22 @@ def test_a_turn_without_a_call_ends_the_episode_and_one_in_error_does_not(typed:
     assert stand_in.closed_by_message == 1
 
 
-def test_a_server_that_fails_costs_its_sample_and_every_session_ends(typed: tuple[StandIn, str]) -> None:
+def test_a_server_that_fails_costs_its_sample_and_every_session_ends(
+    typed: tuple[StandIn, str],
+) -> None:
     """Beside a good one, at once."""
     stand_in, url = typed
     (record,) = task_records(f"openenv:{url}?seeds=1")
     words = ["crash", "raise", "nan", "text", "hang"]
     episodes = [(record, [call(record, by=word)]) for word in words]
     *failed, good = play_all(url, *episodes, (record, [call(record, by=11)]), seconds=2.0)
-    reasons = ["ended the session", "division by zero", "not a finite number", "no JSON", "reward.timeout_s"]
+    reasons = [
+        "ended the session",
+        "division by zero",
+        "not a finite number",
+        "no JSON",
+        "reward.timeout_s",
+    ]
     for word, reason, answers in zip(words, reasons, failed, strict=True):
         assert reason in answers[-1], word
     assert good[-1].done and good[-1].reward == 11.0
@@ -137,7 +160,10 @@ def test_records_of_a_file_get_the_tools_and_say_what_reset_takes(
         {"prompt", "tools", "task"},
     ]
     answers = play_all(url, *((record, [call(record, by=3)]) for record in records))
-    assert [(answer[0], answer[1].done) for answer in answers] == [("8", True), ("0", False)]
+    assert [(answer[0], answer[1].done) for answer in answers] == [
+        ("8", True),
+        ("0", False),
+    ]
     file.write_text('{"prompt": "x", "reset": 3}\n')
     with pytest.raises(ConfigError, match="line 1"):
         read_tasks(f"openenv:{url}?file={file}")

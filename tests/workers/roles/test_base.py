@@ -43,4 +43,7 @@ def test_a_rank_keeps_the_memory_of_freed_tensors_to_use_it_again() -> None:
 
 def test_a_training_actor_says_its_role_and_its_place() -> None:
     place = RankCoordinates(index=3, dp=1, cp=1, tp=0, pp=0)
-    assert repr(Worker("critic", place, 4, threads=torch.get_num_threads())) == "critic dp=1 cp=1"
+    assert (
+        repr(Worker("critic", place, 4, threads=torch.get_num_threads()))
+        == "critic dp=1 cp=1"
+    )

@@ -13,11 +13,22 @@ from transformers import AutoModelForSequenceClassification
 
 from balancing import ContextDegrees, RankPlan, plan_batch
 from tests.workers.model.losses.test_returns import gae_by_paper
-from tests.workers.model.tiny import random_sequences, reward_model, save_tiny_model, unpacked_values
+from tests.workers.model.tiny import (
+    random_sequences,
+    reward_model,
+    save_tiny_model,
+    unpacked_values,
+)
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.dispatch import RankCoordinates
 from workers.batch.metrics import Metrics, merge, results
-from workers.config.roles import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
+from workers.config.roles import (
+    GaeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ValueLossConfig,
+)
 from workers.model.losses import explained_variance
 from workers.model.losses.returns import KlPenalty
 from workers.roles.critic import CriticWorker
@@ -52,13 +63,17 @@ def worker_on_this_rank(
     rank = dist.get_rank()
     worker = worker_class(
         "learner",
-        RankCoordinates(index=rank, dp=rank // context_parallel, cp=rank % context_parallel),
+        RankCoordinates(
+            index=rank, dp=rank // context_parallel, cp=rank % context_parallel
+        ),
         dist.get_world_size(),
         model=ModelConfig(path=path, dtype="float64"),
         device="cpu",
         temperature=1.0,
         threads=1,
-        parallel=ParallelConfig(context_parallel=context_parallel, context_parallel_degree=degree),
+        parallel=ParallelConfig(
+            context_parallel=context_parallel, context_parallel_degree=degree
+        ),
         optimizer=optimizer,
         total_steps=1,
     )
@@ -78,13 +93,20 @@ def share_of_this_rank(
         max_tokens=cap,
         loss_tokens=sequences.loss_token_counts.numpy(),
         length_multiple=2 * context_parallel if context_parallel > 1 else 1,
-        context_degrees=None if degree == "fixed" else ContextDegrees(context_parallel, 0.1),
+        context_degrees=None
+        if degree == "fixed"
+        else ContextDegrees(context_parallel, 0.1),
     )
     share = plan.for_rank(dist.get_rank() // together)
     mine = sequences.select_idxs(share.rows.tolist())
     if degree == "fixed":
         return mine, share
-    assert len({each for part in plan.mini_batches for each in part.degree_of_steps().tolist()}) > 1
+    assert (
+        len(
+            {each for part in plan.mini_batches for each in part.degree_of_steps().tolist()}
+        )
+        > 1
+    )
     degrees = torch.from_numpy(share.degree_of_rows())
     return replace(mine, columns=mine.columns | {CONTEXT_DEGREE: degrees}), share
 
@@ -98,13 +120,21 @@ def on_a_rank(
     worker = worker_on_this_rank(
         CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2), degree
     )
-    mine, plan = share_of_this_rank(scored_sequences().select_idxs(order), cap, context_parallel, degree)
+    mine, plan = share_of_this_rank(
+        scored_sequences().select_idxs(order), cap, context_parallel, degree
+    )
     block, statistics = worker.advantages(mine, plan, GAE, PENALTY)
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
     columns = {name: torch.from_numpy(column) for name, column in block.tokens.items()}
     mine = DataProto(mine.lengths, mine.tokens | columns, mine.columns)
-    updated = worker.forward_backward(mine, plan, ValueLossConfig(clip=0.2)) | worker.optimizer_step()
-    by_row = {name: dict(zip(rows, column.split(lengths), strict=True)) for name, column in columns.items()}
+    updated = (
+        worker.forward_backward(mine, plan, ValueLossConfig(clip=0.2))
+        | worker.optimizer_step()
+    )
+    by_row = {
+        name: dict(zip(rows, column.split(lengths), strict=True))
+        for name, column in columns.items()
+    }
     return by_row, statistics, updated
 
 
@@ -127,7 +157,10 @@ def expected_columns(path: str) -> dict[str, torch.Tensor]:
             rewards[-1] += reward
         values.append(before)
         advantages.append(
-            torch.tensor(gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam), dtype=torch.float64)
+            torch.tensor(
+                gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam),
+                dtype=torch.float64,
+            )
         )
     raw, old = torch.cat(advantages), torch.cat(values)
     whitened = (raw - raw.mean()) / raw.std(correction=0)
@@ -162,16 +195,21 @@ def test_advantages_are_the_papers_whatever_the_plan(
         for name, rows in by_row.items():
             wanted = expected[name].split(lengths)
             for row, column in rows.items():
-                torch.testing.assert_close(column.double(), wanted[row], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    column.double(), wanted[row], rtol=1e-5, atol=1e-5
+                )
         seen |= set(by_row["returns"])
     assert seen == set(range(11))
     leaders = parts[:: context_parallel if degree == "fixed" else 1]
     mask = scored_sequences().tokens["loss_mask"]
-    returns, errors = expected["returns"][mask], (expected["returns"] - expected["old_values"])[mask]
-    explained = 1 - errors.var(correction=0) / returns.var(correction=0)
-    assert explained_variance(merge(statistics for _, statistics, _ in leaders)) == pytest.approx(
-        float(explained)
+    returns, errors = (
+        expected["returns"][mask],
+        (expected["returns"] - expected["old_values"])[mask],
     )
+    explained = 1 - errors.var(correction=0) / returns.var(correction=0)
+    assert explained_variance(
+        merge(statistics for _, statistics, _ in leaders)
+    ) == pytest.approx(float(explained))
     # The first update starts from the old values: nothing is clipped, and the loss is half the mean squared
     # error.
     updated = results(merge(metrics for _, _, metrics in leaders))

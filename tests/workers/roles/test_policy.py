@@ -21,7 +21,11 @@ from controller.planning.planner import Planner, draw_mini_batches, with_loss_co
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
-from tests.workers.roles.test_critic import scored_sequences, share_of_this_rank, worker_on_this_rank
+from tests.workers.roles.test_critic import (
+    scored_sequences,
+    share_of_this_rank,
+    worker_on_this_rank,
+)
 from tests.workers.roles.updates import update
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import Metrics, merge, results
@@ -53,10 +57,15 @@ def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
     config = Config()
     config.policy.data_parallel, config.balance.algorithm = ranks, algorithm
     config.policy.max_tokens_per_micro_batch = cap
-    columns = {"group_number": np.unique(UIDS, return_inverse=True)[1], "length": sequences().lengths.numpy()}
+    columns = {
+        "group_number": np.unique(UIDS, return_inverse=True)[1],
+        "length": sequences().lengths.numpy(),
+    }
     columns["response_tokens"] = sequences().loss_token_counts.numpy()
     batch = with_loss_counts(RemoteBatch(columns, {}), MINI_BATCHES)
-    return batch, Planner(config, CostModel.tokens()).plan(batch, MINI_BATCHES, "policy.update")
+    return batch, Planner(config, CostModel.tokens()).plan(
+        batch, MINI_BATCHES, "policy.update"
+    )
 
 
 def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
@@ -65,7 +74,9 @@ def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
     batch, plan = planned(dist.get_world_size(), cap, algorithm)
     whole = sequences()
     columns = whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])}
-    return update(worker, DataProto(whole.lengths, whole.tokens, columns), plan, dist.get_rank(), LOSS)
+    return update(
+        worker, DataProto(whole.lengths, whole.tokens, columns), plan, dist.get_rank(), LOSS
+    )
 
 
 @cache
@@ -81,10 +92,16 @@ def expected(path: str, aggregation: str) -> tuple[float, float]:
             mask, advantage = part.tokens["loss_mask"], part.columns["advantages"]
             ratio = (outputs[row][0][mask] - part.tokens["old_log_probs"][mask]).exp()
             clipped = ratio.clamp(1 - LOSS.clip_low, 1 + LOSS.clip_high)
-            by_group[UIDS[row]].append(-torch.minimum(ratio * advantage, clipped * advantage))
+            by_group[UIDS[row]].append(
+                -torch.minimum(ratio * advantage, clipped * advantage)
+            )
         groups = [tokens for parts in by_group.values() if len(tokens := torch.cat(parts))]
         means = torch.stack([tokens.mean() for tokens in groups])
-        loss = means.mean() if aggregation == "group_mean_token_mean" else torch.cat(groups).mean()
+        loss = (
+            means.mean()
+            if aggregation == "group_mean_token_mean"
+            else torch.cat(groups).mean()
+        )
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
@@ -101,7 +118,9 @@ def test_the_mean_over_groups_is_its_definition_whatever_the_plan(
     loss, norm = expected(path, "group_mean_token_mean")
     assert updated["loss"] == pytest.approx(loss, rel=1e-9)
     assert updated["grad_norm"] == pytest.approx(norm, rel=1e-9)
-    assert loss != pytest.approx(expected(path, "token_mean")[0], rel=1e-2)  # the reference tells them apart
+    assert loss != pytest.approx(
+        expected(path, "token_mean")[0], rel=1e-2
+    )  # the reference tells them apart
 
 
 def test_both_plans_cut_the_mini_batches_and_count_the_same_groups() -> None:
@@ -117,17 +136,26 @@ PENALTY = KlPenalty(0.1, "k1")
 
 
 def advantages_on_a_rank(
-    path: str, cap: int, context_parallel: int, gamma: float, penalty: KlPenalty | None, degree: str
+    path: str,
+    cap: int,
+    context_parallel: int,
+    gamma: float,
+    penalty: KlPenalty | None,
+    degree: str,
 ) -> dict[int, Any]:
     """This rank's advantages by row of the global batch."""
-    worker = worker_on_this_rank(PolicyWorker, path, context_parallel, OptimizerConfig(), degree)
+    worker = worker_on_this_rank(
+        PolicyWorker, path, context_parallel, OptimizerConfig(), degree
+    )
     mine, plan = share_of_this_rank(scored_sequences(), cap, context_parallel, degree)
     block, _ = worker.token_advantages(mine, plan, gamma, penalty)
     columns = torch.from_numpy(block.tokens["advantages"]).split(mine.lengths.tolist())
     return dict(zip(plan.rows.tolist(), columns, strict=True))
 
 
-def by_paper(sequences: DataProto, gamma: float, penalty: KlPenalty | None) -> list[torch.Tensor]:
+def by_paper(
+    sequences: DataProto, gamma: float, penalty: KlPenalty | None
+) -> list[torch.Tensor]:
     """Sum over later tokens of gamma^(k - t) r_k, and the mean and deviation of all of them; float64 [L]
     each.
     """
@@ -138,20 +166,28 @@ def by_paper(sequences: DataProto, gamma: float, penalty: KlPenalty | None) -> l
             part.tokens["loss_mask"],
             part.tokens["old_log_probs"] - part.tokens["reference_log_probs"],
         )
-        rewards = [-penalty.coefficient * float(kl) if penalty else 0.0 for kl in difference[mask]]
+        rewards = [
+            -penalty.coefficient * float(kl) if penalty else 0.0 for kl in difference[mask]
+        ]
         if rewards:
             rewards[-1] += float(part.columns["reward"])
         later = [
-            sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))
+            sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+            for t in range(len(rewards))
         ]
         rows.append(
-            torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, torch.tensor(later).double())
+            torch.zeros(len(mask), dtype=torch.float64).masked_scatter(
+                mask, torch.tensor(later).double()
+            )
         )
     mask = sequences.tokens["loss_mask"]
     returns = torch.cat(rows)[mask]
     whitened = (returns - returns.mean()) / returns.std(correction=0)
     return list(
-        torch.zeros(len(mask)).double().masked_scatter(mask, whitened).split(sequences.lengths.tolist())
+        torch.zeros(len(mask))
+        .double()
+        .masked_scatter(mask, whitened)
+        .split(sequences.lengths.tolist())
     )
 
 
@@ -169,30 +205,48 @@ def test_advantages_are_the_papers_whatever_the_plan(
     count, context_parallel, gamma, penalty, cap, degree, tmp_path, ranks
 ) -> None:
     path = save_tiny_model(tmp_path)
-    parts = ranks.run(advantages_on_a_rank, count, path, cap, context_parallel, gamma, penalty, degree)
+    parts = ranks.run(
+        advantages_on_a_rank, count, path, cap, context_parallel, gamma, penalty, degree
+    )
     expected = by_paper(scored_sequences(), gamma, penalty)
     for part in parts:
         for row, advantages in part.items():
-            torch.testing.assert_close(advantages.double(), expected[row], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                advantages.double(), expected[row], rtol=1e-5, atol=1e-5
+            )
     assert set().union(*parts) == set(range(11))
 
 
 def test_without_discount_and_kl_they_are_those_of_the_driver() -> None:
     sequences = scored_sequences()
     counts = sequences.loss_token_counts.numpy()
-    batch = {"reward": sequences.columns["reward"].numpy(), "group_number": np.arange(11), "tokens": counts}
+    batch = {
+        "reward": sequences.columns["reward"].numpy(),
+        "group_number": np.arange(11),
+        "tokens": counts,
+    }
     expected = np.repeat(estimate("reinforce_plus_plus", batch), counts)
     mask = sequences.tokens["loss_mask"]
-    np.testing.assert_allclose(torch.cat(by_paper(sequences, 1.0, None))[mask], expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        torch.cat(by_paper(sequences, 1.0, None))[mask], expected, rtol=1e-4
+    )
 
 
 def test_returns_by_hand() -> None:
     rewards = np.array([0.0, 0.0, 4.0, 1.0, 3.0])
-    assert discounted_returns(rewards, np.array([3, 0, 2]), 0.5).tolist() == [1.0, 2.0, 4.0, 2.5, 3.0]
+    assert discounted_returns(rewards, np.array([3, 0, 2]), 0.5).tolist() == [
+        1.0,
+        2.0,
+        4.0,
+        2.5,
+        3.0,
+    ]
 
 
 @pytest.fixture
-def learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
+def learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., np.ndarray]:
     """Advantages [sequences, tokens] that the loss of a run's first step reads; its rewards are 0 and 1 in
     turn.
     """
@@ -216,7 +270,9 @@ def learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 
 @pytest.mark.parametrize("baseline", [False, True])
-def test_gamma_of_the_settings_discounts_what_the_loss_reads(learned_from, baseline: bool) -> None:
+def test_gamma_of_the_settings_discounts_what_the_loss_reads(
+    learned_from, baseline: bool
+) -> None:
     estimator = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
     found = learned_from(f"algorithm.advantage={estimator}", "algorithm.gamma=0.5")
     rewards = np.array([0.0, 1.0, 0.0, 1.0]) - 0.5 * baseline

@@ -9,7 +9,9 @@ from workers.batch.metrics import Metric, Metrics, merge
 from workers.roles.model_worker import TrainedWorker
 
 
-def update(worker: TrainedWorker, whole: DataProto, plan: Plan, rank: int, loss: Any) -> Metrics:
+def update(
+    worker: TrainedWorker, whole: DataProto, plan: Plan, rank: int, loss: Any
+) -> Metrics:
     """whole: the batch of all ranks. rank: of the plan."""
     parts: list[Metrics] = []
     for mini_batch in plan.mini_batches:

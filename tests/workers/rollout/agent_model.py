@@ -15,7 +15,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY, MAX_TOKENS = 512, 4096
 SURE = 12.0  # logit above any other token's
-END, CALL, CALLED, THINK, THOUGHT = "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"
+END, CALL, CALLED, THINK, THOUGHT = (
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", END]
 MARKS = [CALL, CALLED, THINK, THOUGHT]
 TEMPLATE = """
@@ -49,7 +55,9 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""  # as Qwen3's: thoughts of earlier turns are dropped
 DIGITS = "123456789"
-AFTER: dict[str, list[str]] = {  # the tokens that follow each; one that is named twice is twice as likely
+AFTER: dict[
+    str, list[str]
+] = {  # the tokens that follow each; one that is named twice is twice as likely
     "\n": [THINK, THINK, "I wi", CALL, CALL, CALL, "The ", "The ", " It"],
     THINK: ["\nI add"],
     "\nI add": [" both", " numb"],
@@ -124,13 +132,18 @@ def make_tokenizer() -> Any:
     pieces = [*SPECIAL, *MARKS, *alphabet, *("".join(pair) for pair in MERGES)]
     pieces += [spelled(token) for token in AFTER]
     pieces += [f"word{number}" for number in range(VOCABULARY)]  # never encoded
-    vocabulary = {piece: number for number, piece in enumerate(list(dict.fromkeys(pieces))[:VOCABULARY])}
+    vocabulary = {
+        piece: number
+        for number, piece in enumerate(list(dict.fromkeys(pieces))[:VOCABULARY])
+    }
     made = Tokenizer(models.BPE(vocabulary, MERGES))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(SPECIAL)
     made.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
-    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=SPECIAL[0])
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=END, pad_token=SPECIAL[0]
+    )
     found.chat_template = TEMPLATE
     return found
 
@@ -143,7 +156,9 @@ def table(tokenizer: Any) -> torch.Tensor:
         row = torch.zeros(VOCABULARY)
         for each in following:
             row[ids(spelled(each))] += 1
-        logits[:, ids(spelled(token))] = torch.where(row > 0, SURE + row.clamp(min=1).log(), 0)
+        logits[:, ids(spelled(token))] = torch.where(
+            row > 0, SURE + row.clamp(min=1).log(), 0
+        )
     return logits
 
 

@@ -26,11 +26,15 @@ def log_probs(
     return np.array(found, np.float32)
 
 
-def one(x: torch.Tensor, read: list[int], begin: int, sampling: SamplingConfig) -> torch.Tensor:
+def one(
+    x: torch.Tensor, read: list[int], begin: int, sampling: SamplingConfig
+) -> torch.Tensor:
     """read: prompt and response before the token. A character is a token in `tiny`."""
     response = read[begin:]
     if sampling.structured_outputs:  # of the test: {regex: "[ab]{2,4}"}
-        allowed = [tiny.ID["a"], tiny.ID["b"]] * (len(response) < 4) + [tiny.EOS] * (len(response) >= 2)
+        allowed = [tiny.ID["a"], tiny.ID["b"]] * (len(response) < 4) + [tiny.EOS] * (
+            len(response) >= 2
+        )
         x[[token for token in range(len(x)) if token not in allowed]] = NONE
     for word in sampling.bad_words:
         *first, last = (tiny.ID[character] for character in word)
@@ -41,9 +45,13 @@ def one(x: torch.Tensor, read: list[int], begin: int, sampling: SamplingConfig) 
     for token, bias in sampling.logit_bias.items():
         x[token] += bias
     for token in set(read):
-        x[token] *= 1 / sampling.repetition_penalty if x[token] > 0 else sampling.repetition_penalty
+        x[token] *= (
+            1 / sampling.repetition_penalty if x[token] > 0 else sampling.repetition_penalty
+        )
     for token in set(response):
-        x[token] -= sampling.frequency_penalty * response.count(token) + sampling.presence_penalty
+        x[token] -= (
+            sampling.frequency_penalty * response.count(token) + sampling.presence_penalty
+        )
     x /= sampling.temperature
     probabilities = x.softmax(-1)
     x[probabilities < sampling.min_p * probabilities.max()] = NONE

@@ -31,7 +31,11 @@ Row = dict[str, np.ndarray]
 
 
 def actor_of(
-    index: int, model: ModelConfig, config: RolloutConfig, variables: dict[str, str], **options: Any
+    index: int,
+    model: ModelConfig,
+    config: RolloutConfig,
+    variables: dict[str, str],
+    **options: Any,
 ) -> Any:
     runtime = {"env_vars": variables}
     return (
@@ -68,7 +72,9 @@ class Engines:
         policy = ModelConfig(path=str(model), train_vision=train_vision, lora=lora)
         options = {"environment": environment, "environment_timeout_s": 5.0}
         self.pool = EnginePool(
-            lambda replica, attempt: actor_of(replica, policy, config, variables or {}, **options),
+            lambda replica, attempt: actor_of(
+                replica, policy, config, variables or {}, **options
+            ),
             config,
             RestartBudget(restarts),
             adapter_versions=lora.versions,
@@ -87,27 +93,39 @@ class Engines:
 
     def load(self, model: Any, left_out: str = "") -> int:
         """Send the model's weights under the next version."""
-        weights = ((name, weight) for name, weight in model.state_dict().items() if name != left_out)
+        weights = (
+            (name, weight)
+            for name, weight in model.state_dict().items()
+            if name != left_out
+        )
         self.pool.update_weights(ray.put(pack_weights(weights)), self.version + 1)
         self.version += 1
         return self.version
 
     def sample(
-        self, requests: list[SampleRequest], watch: Callable[..., None] | None = None, **sampling: Any
+        self,
+        requests: list[SampleRequest],
+        watch: Callable[..., None] | None = None,
+        **sampling: Any,
     ) -> list[Sample]:
         """A round of which no sample is dropped."""
         finished, router = generate(
             self.pool, requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch
         )
         assert router.dropped == [], router.dropped
-        assert [result.key for result, _ in finished] == [request.key for request in requests]
+        assert [result.key for result, _ in finished] == [
+            request.key for request in requests
+        ]
         return finished
 
 
 def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleRequest]:
     """Prompts of 3 to 40 tokens."""
     rng = np.random.default_rng(7)
-    ids = [rng.integers(2, tiny.VOCABULARY, rng.integers(3, 41)).astype(np.int32) for _ in range(prompts)]
+    ids = [
+        rng.integers(2, tiny.VOCABULARY, rng.integers(3, 41)).astype(np.int32)
+        for _ in range(prompts)
+    ]
     return [
         SampleRequest(f"p{i}", sample, ids[i], sample_seed(0, step, f"p{i}", sample))
         for i in range(prompts)
@@ -117,7 +135,8 @@ def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleReq
 
 def episodes(count: int, samples: int, opening: str = "(") -> list[SampleRequest]:
     return [
-        replace(r, start=EpisodeStart({"opening": opening}, "")) for r in requests_for(count, samples, step=5)
+        replace(r, start=EpisodeStart({"opening": opening}, ""))
+        for r in requests_for(count, samples, step=5)
     ]
 
 
@@ -125,14 +144,16 @@ def rows_of(finished: list[Sample]) -> list[tuple[SampleResult, Row]]:
     return [(result, ray.get(block).row(result.row)) for result, block in finished]
 
 
-def largest_difference(finished: list[Sample], model: Any, temperature: float = 1.0) -> float:
+def largest_difference(
+    finished: list[Sample], model: Any, temperature: float = 1.0
+) -> float:
     """Largest difference between the engine's log-probs and the model's, over all response tokens
     of a round.
     """
     differences = [
-        np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[
-            row["loss_mask"]
-        ].max()
+        np.abs(
+            row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature)
+        )[row["loss_mask"]].max()
         for _, row in rows_of(finished)
     ]
     return float(max(differences))

@@ -60,13 +60,20 @@ async def openai_agents(
         model_settings=ModelSettings(max_tokens=400, temperature=0.7, store=False),
     )
     for question in (chats.question["content"], "And 1 plus 1?"):
-        with suppress(AgentsException):  # the policy may call what does not exist, or never end
+        with suppress(
+            AgentsException
+        ):  # the policy may call what does not exist, or never end
             if stream:
                 running = Runner.run_streamed(agent, question, max_turns=3)
                 async for _ in running.stream_events():
                     pass
             else:
-                await Runner.run(agent, question, max_turns=3, run_config=RunConfig(tracing_disabled=True))
+                await Runner.run(
+                    agent,
+                    question,
+                    max_turns=3,
+                    run_config=RunConfig(tracing_disabled=True),
+                )
     return 1.0
 
 
@@ -82,7 +89,9 @@ async def pydantic_ai(chats: Chats, model: Any = None) -> float:
     provider = OpenAIProvider(openai_client=chats.openai)
     model = model or OpenAIChatModel(MODEL, provider=provider)
     settings: Any = {"max_tokens": 400, "temperature": 0.7}
-    agent = PydanticAgent(model, instructions="You are helpful.", model_settings=settings, retries=2)
+    agent = PydanticAgent(
+        model, instructions="You are helpful.", model_settings=settings, retries=2
+    )
 
     @agent.tool_plain
     def add(a: int, b: int) -> str:
@@ -96,18 +105,22 @@ async def pydantic_ai(chats: Chats, model: Any = None) -> float:
 
 async def pydantic_ai_anthropic(chats: Chats) -> float:
     return await pydantic_ai(
-        chats, AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=chats.anthropic))
+        chats,
+        AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=chats.anthropic)),
     )
 
 
 async def pydantic_ai_responses(chats: Chats) -> float:
     return await pydantic_ai(
-        chats, PydanticResponsesModel(MODEL, provider=OpenAIProvider(openai_client=chats.openai))
+        chats,
+        PydanticResponsesModel(MODEL, provider=OpenAIProvider(openai_client=chats.openai)),
     )
 
 
 async def smolagents(chats: Chats) -> float:
-    model = OpenAIServerModel(MODEL, api_base=chats.base_url, api_key=chats.key, max_tokens=400)
+    model = OpenAIServerModel(
+        MODEL, api_base=chats.base_url, api_key=chats.key, max_tokens=400
+    )
     agent = ToolCallingAgent(tools=[adds], model=model, max_steps=3, verbosity_level=0)
     agent.prompt_templates["system_prompt"] = "You are helpful."
     with suppress(AgentError):

@@ -18,17 +18,23 @@ class GatewayActor(ProbedActor):
         """Start the gateway, and keep what the engine samples from now on."""
         self.gateway = Gateway(self.engine, self.model, self.config)
         self.sessions: dict[str, Session] = {}
-        self.sampled: dict[str, list[list[int]]] = {}  # by session, from the engine's own outputs
+        self.sampled: dict[
+            str, list[list[int]]
+        ] = {}  # by session, from the engine's own outputs
         self.heard: list[tuple[int, bool]] = []
         generate = self.engine.generate
 
-        async def kept(prompt: Any, parameters: Any, name: str, **options: Any) -> AsyncIterator[Any]:
+        async def kept(
+            prompt: Any, parameters: Any, name: str, **options: Any
+        ) -> AsyncIterator[Any]:
             ids: dict[int, list[int]] = {}
             async for output in generate(prompt, parameters, name, **options):
                 for each in output.outputs:
                     ids.setdefault(each.index, []).extend(each.token_ids)
                     if each.finish_reason in ("stop", "length"):
-                        self.sampled.setdefault(name.partition("/")[0], []).append(ids[each.index])
+                        self.sampled.setdefault(name.partition("/")[0], []).append(
+                            ids[each.index]
+                        )
                 yield output
 
         self.engine.generate = kept  # type: ignore[method-assign, assignment]
@@ -60,7 +66,9 @@ class GatewayActor(ProbedActor):
     async def nodes(self, name: str) -> list[tuple[Node, np.ndarray]]:
         """Return the session's turns, each with its prompt's ids."""
         session = self.sessions[name]
-        return [(node, session.ids(node)[: -len(node.response.ids)]) for node in session.nodes]
+        return [
+            (node, session.ids(node)[: -len(node.response.ids)]) for node in session.nodes
+        ]
 
     async def told(self, name: str) -> Any:
         session = self.sessions[name]
@@ -80,4 +88,6 @@ class GatewayActor(ProbedActor):
     async def left(self) -> tuple[int, int]:
         """Return the engine's unfinished requests, and tasks beyond those at the start."""
         await asyncio.sleep(0.2)
-        return len(self.engine.output_processor.request_states), len(asyncio.all_tasks()) - self.tasks
+        return len(self.engine.output_processor.request_states), len(
+            asyncio.all_tasks()
+        ) - self.tasks

@@ -26,7 +26,9 @@ WORDS = {
 
 def page() -> str:
     columns = [(role, kind) for role in ANSWERS for kind in KINDS]
-    heads = " | ".join(f"{role} after {kind.removeprefix('tool ')}" for role, kind in columns)
+    heads = " | ".join(
+        f"{role} after {kind.removeprefix('tool ')}" for role, kind in columns
+    )
     lines = [f"| template | {heads} |", f"| --- |{' --- |' * len(columns)}"]
     for name in stock.NAMES:
         cells = [WORDS[outcome(Case(name, *column))] for column in columns]

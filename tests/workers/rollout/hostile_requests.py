@@ -6,9 +6,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+CHAT, TEXT, RESPONSES, MESSAGES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 ASKED = [{"role": "user", "content": "What is 2 plus 3?"}]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 VALID: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m", "messages": ASKED, "tools": [TOOL], "max_tokens": 8},
     TEXT: {"model": "m", "prompt": "What is", "max_tokens": 8},
@@ -34,7 +42,9 @@ class Hostile:
 
 def case(name: str, route: str, statuses: set[int], **changes: Any) -> Hostile:
     """A valid request with other values."""
-    return Hostile(name, route, json.dumps(VALID[route] | changes).encode(), frozenset(statuses))
+    return Hostile(
+        name, route, json.dumps(VALID[route] | changes).encode(), frozenset(statuses)
+    )
 
 
 def raw(name: str, body: bytes, route: str = CHAT, statuses: set[int] = REFUSED) -> Hostile:
@@ -52,19 +62,30 @@ def images(kind: str, content: Any) -> list[Any]:
 DEEP = b"[" * 100_000
 CALLED = {
     "role": "assistant",
-    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "no", "arguments": "{"}}],
+    "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "no", "arguments": "{"}}
+    ],
 }
-ANTHROPIC_IMAGE = {"source": {"type": "base64", "media_type": "image/gif", "data": PIXEL.partition(",")[2]}}
+ANTHROPIC_IMAGE = {
+    "source": {"type": "base64", "media_type": "image/gif", "data": PIXEL.partition(",")[2]}
+}
 CASES = [
     # images to a text model
-    case("image", CHAT, REFUSED, messages=images("image_url", {"image_url": {"url": PIXEL}})),
+    case(
+        "image", CHAT, REFUSED, messages=images("image_url", {"image_url": {"url": PIXEL}})
+    ),
     case(
         "image elsewhere",
         CHAT,
         REFUSED,
         messages=images("image_url", {"image_url": {"url": "http://127.0.0.1:1/x"}}),
     ),
-    case("file", CHAT, REFUSED, messages=images("image_url", {"image_url": {"url": "file:///etc/passwd"}})),
+    case(
+        "file",
+        CHAT,
+        REFUSED,
+        messages=images("image_url", {"image_url": {"url": "file:///etc/passwd"}}),
+    ),
     case(
         "audio",
         CHAT,
@@ -89,16 +110,30 @@ CASES = [
     raw("deep", b'{"messages": ' + DEEP, MESSAGES),
     raw(
         "deep in a message",
-        json.dumps(VALID[CHAT]).encode()[:-1] + b', "metadata": ' + DEEP[:5000] + b"]" * 5000 + b"}",
+        json.dumps(VALID[CHAT]).encode()[:-1]
+        + b', "metadata": '
+        + DEEP[:5000]
+        + b"]" * 5000
+        + b"}",
         CHAT,
         EITHER,
     ),
     raw("no object", b"[]"),
     raw("null", b"null", RESPONSES),
     raw("not UTF-8", b'{"messages": "\xff\xfe"}'),
-    raw("a surrogate", json.dumps(VALID[CHAT] | {"messages": said("\ud800")}).encode(), CHAT, EITHER),
-    raw("a surrogate", json.dumps(VALID[TEXT] | {"prompt": "\ud800"}).encode(), TEXT, EITHER),
-    raw("a huge number", b'{"model": "m", "messages": [], "max_tokens": 1' + b"0" * 5000 + b"}"),
+    raw(
+        "a surrogate",
+        json.dumps(VALID[CHAT] | {"messages": said("\ud800")}).encode(),
+        CHAT,
+        EITHER,
+    ),
+    raw(
+        "a surrogate", json.dumps(VALID[TEXT] | {"prompt": "\ud800"}).encode(), TEXT, EITHER
+    ),
+    raw(
+        "a huge number",
+        b'{"model": "m", "messages": [], "max_tokens": 1' + b"0" * 5000 + b"}",
+    ),
     case("no messages", CHAT, REFUSED, messages=[]),
     case("no messages", MESSAGES, REFUSED, messages=[]),
     case("no input", RESPONSES, REFUSED, input=[]),
@@ -122,10 +157,16 @@ CASES = [
         messages=[*ASKED, CALLED, {"role": "tool", "tool_call_id": "c", "content": "5"}],
     ),
     case(
-        "calls of nothing", CHAT, EITHER, messages=[*ASKED, {"role": "assistant", "tool_calls": [{}]}, *ASKED]
+        "calls of nothing",
+        CHAT,
+        EITHER,
+        messages=[*ASKED, {"role": "assistant", "tool_calls": [{}]}, *ASKED],
     ),
     case(
-        "calls of a text", CHAT, EITHER, messages=[*ASKED, {"role": "assistant", "tool_calls": "x"}, *ASKED]
+        "calls of a text",
+        CHAT,
+        EITHER,
+        messages=[*ASKED, {"role": "assistant", "tool_calls": "x"}, *ASKED],
     ),
     case("tools", CHAT, REFUSED, tools="add"),
     case("a tool", CHAT, REFUSED, tools=[{"type": "function"}]),
@@ -152,22 +193,63 @@ CASES = [
     case("ids and texts", TEXT, REFUSED, prompt=[5, "x"]),
     case("many prompts", TEXT, REFUSED, prompt=["x"] * 10_000),
     # what would change the distribution, or reach beyond the session
-    case("a tool chosen", CHAT, REFUSED, tool_choice={"type": "function", "function": {"name": "add"}}),
+    case(
+        "a tool chosen",
+        CHAT,
+        REFUSED,
+        tool_choice={"type": "function", "function": {"name": "add"}},
+    ),
     case("a form", CHAT, REFUSED, response_format={"type": "json_object"}),
     case("a grammar", CHAT, REFUSED, structured_outputs={"regex": "a+"}),
     case("embeddings", TEXT, REFUSED, prompt=None, prompt_embeds="gASVAAAAAA=="),
     case("beams", CHAT, REFUSED, use_beam_search=True, n=2),
-    case("a template", CHAT, EITHER, chat_template="{% for x in range(10**9) %}{{ x }}{% endfor %}"),
-    case("a prompt's ids", CHAT, EITHER, kv_transfer_params={"prompt_token_ids": [1, 2, 3]}),
+    case(
+        "a template",
+        CHAT,
+        EITHER,
+        chat_template="{% for x in range(10**9) %}{{ x }}{% endfor %}",
+    ),
+    case(
+        "a prompt's ids", CHAT, EITHER, kv_transfer_params={"prompt_token_ids": [1, 2, 3]}
+    ),
     case("another's name", CHAT, EITHER, request_id="x" * 1000),
     case("the prompt's log-probs", CHAT, EITHER, prompt_logprobs=1),
     case("the prompt again", TEXT, EITHER, echo=True),
-    case("sampling", CHAT, EITHER, temperature=0.01, top_p=0.01, top_k=1, seed=1, logit_bias={"2": 100}),
     case(
-        "penalties", CHAT, EITHER, presence_penalty=2, frequency_penalty=2, repetition_penalty=1.9, min_p=0.9
+        "sampling",
+        CHAT,
+        EITHER,
+        temperature=0.01,
+        top_p=0.01,
+        top_k=1,
+        seed=1,
+        logit_bias={"2": 100},
     ),
-    case("allowed ids", CHAT, EITHER, allowed_token_ids=[60], bad_words=["a"], min_tokens=8, ignore_eos=True),
-    case("the last message goes on", CHAT, EITHER, add_generation_prompt=False, continue_final_message=True),
+    case(
+        "penalties",
+        CHAT,
+        EITHER,
+        presence_penalty=2,
+        frequency_penalty=2,
+        repetition_penalty=1.9,
+        min_p=0.9,
+    ),
+    case(
+        "allowed ids",
+        CHAT,
+        EITHER,
+        allowed_token_ids=[60],
+        bad_words=["a"],
+        min_tokens=8,
+        ignore_eos=True,
+    ),
+    case(
+        "the last message goes on",
+        CHAT,
+        EITHER,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    ),
     case("a search", RESPONSES, REFUSED, tools=[{"type": "web_search_preview"}]),
     case(
         "a server",
@@ -184,31 +266,73 @@ CASES = [
 ABSENT = [  # routes that vLLM serves, and paths that could lead out of a session
     *(
         ("POST", path)
-        for path in ("/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/start_profile")
+        for path in (
+            "/sleep",
+            "/wake_up",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/start_profile",
+        )
     ),
     *(
         ("POST", path)
-        for path in ("/v1/load_lora_adapter", "/tokenize", "/detokenize", "/invocations", "/pooling")
+        for path in (
+            "/v1/load_lora_adapter",
+            "/tokenize",
+            "/detokenize",
+            "/invocations",
+            "/pooling",
+        )
     ),
     *(
         ("POST", path)
-        for path in ("/inference/v1/generate", "/v1/embeddings", "/v1/chat/completions/render", "/score")
+        for path in (
+            "/inference/v1/generate",
+            "/v1/embeddings",
+            "/v1/chat/completions/render",
+            "/score",
+        )
     ),
     *(
         ("POST", path)
-        for path in ("/v1/chat/completions/", "/v1//chat/completions", "/v1/responses/x/cancel", "/pause")
+        for path in (
+            "/v1/chat/completions/",
+            "/v1//chat/completions",
+            "/v1/responses/x/cancel",
+            "/pause",
+        )
     ),
     *(
         ("GET", path)
-        for path in ("/health", "/metrics", "/docs", "/openapi.json", "/version", "/server_info", "/load")
+        for path in (
+            "/health",
+            "/metrics",
+            "/docs",
+            "/openapi.json",
+            "/version",
+            "/server_info",
+            "/load",
+        )
     ),
     *(
         ("GET", path)
-        for path in ("/v1/chat/completions", "/v1/responses/x", "/v1", "/reward", "/v1/models/x", "/ping")
+        for path in (
+            "/v1/chat/completions",
+            "/v1/responses/x",
+            "/v1",
+            "/reward",
+            "/v1/models/x",
+            "/ping",
+        )
     ),
     *(
         ("POST", path)
-        for path in ("/v1/../sleep", "/v1/%2e%2e/sleep", "/../OTHER/v1/chat/completions", "/v1/models")
+        for path in (
+            "/v1/../sleep",
+            "/v1/%2e%2e/sleep",
+            "/../OTHER/v1/chat/completions",
+            "/v1/models",
+        )
     ),
     *((method, CHAT) for method in ("PUT", "DELETE", "OPTIONS", "PATCH")),
 ]

@@ -53,7 +53,10 @@ class ProbedActor(VllmEngineActor):
     async def give_up_a_command(self) -> None:
         """Stop waiting for a command that the engine's thread has not begun."""
         call, hold = self.engine.engine_core._call, threading.Event()  # type: ignore[attr-defined]
-        busy, given_up = asyncio.create_task(call(hold.wait)), asyncio.create_task(call(list))
+        busy, given_up = (
+            asyncio.create_task(call(hold.wait)),
+            asyncio.create_task(call(list)),
+        )
         await asyncio.sleep(0.1)
         given_up.cancel()
         await asyncio.wait([given_up])

@@ -25,7 +25,8 @@ class Sampled:
         found = getattr(output.logprobs, "logprobs", None)
         if found is None:
             found = [
-                step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
+                step[token].logprob
+                for step, token in zip(output.logprobs, output.token_ids, strict=True)
             ]
         if not delta:
             self.ids, self.log_probs = [], []
@@ -58,11 +59,18 @@ class RecordedActor(VllmEngineActor):
         return self.sampled
 
     async def open_session(
-        self, name: str, options: dict[str, Any] | None = None, record: SessionRecord | None = None
+        self,
+        name: str,
+        options: dict[str, Any] | None = None,
+        record: SessionRecord | None = None,
     ) -> tuple[str, str]:
         """Let somebody play a session. Returns its URL and its key."""
-        self.opened[name] = session = Session(name, max_turns=self.config.max_turns, record=record)
-        access = self._gateway.open(session, self.config.sampling, len(self.opened), options or {})
+        self.opened[name] = session = Session(
+            name, max_turns=self.config.max_turns, record=record
+        )
+        access = self._gateway.open(
+            session, self.config.sampling, len(self.opened), options or {}
+        )
         return access.session_url, access.key
 
     async def session_record(self, name: str) -> SessionRecord:

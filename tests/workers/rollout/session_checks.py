@@ -12,7 +12,9 @@ from tests.workers.rollout.recorded_actor import Sampled
 from workers.engine.requests import LENGTH, STOP
 
 Row = dict[str, np.ndarray]
-Turn = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # prompt, answer, log-probs
+Turn = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[float, ...]
+]  # prompt, answer, log-probs
 
 
 @dataclass
@@ -34,7 +36,10 @@ class Counts:
     difference: float = 0.0
 
     def __add__(self, other: "Counts") -> "Counts":
-        both = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        both = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+        }
         return Counts(**(both | {"difference": max(self.difference, other.difference)}))
 
 
@@ -60,14 +65,20 @@ def of_engine(sampled: Iterable[Sampled]) -> Counter[Turn]:
     """The answers that an engine finished, without those that it was told to stop."""
     finished = (each for each in sampled if each.finished in (STOP, LENGTH))
     return Counter(
-        (each.prompt, tuple(each.ids), tuple(np.float32(each.log_probs).tolist())) for each in finished
+        (each.prompt, tuple(each.ids), tuple(np.float32(each.log_probs).tolist()))
+        for each in finished
     )
 
 
-def counts(rows: list[Row], told: list[dict[str, Any]], tokenizer: Any, model: Any) -> Counts:
+def counts(
+    rows: list[Row], told: list[dict[str, Any]], tokenizer: Any, model: Any
+) -> Counts:
     """Of one session. Orphans and doubles need the engine's records: see `against`."""
     turns = list(turns_of(rows))
-    encoded = [tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] for _, ids, _ in turns]
+    encoded = [
+        tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+        for _, ids, _ in turns
+    ]
     nodes = [node for node in told if node["kept"]]
     return Counts(
         sessions=1,
@@ -76,7 +87,9 @@ def counts(rows: list[Row], told: list[dict[str, Any]], tokenizer: Any, model: A
         roots=sum(node["parent"] is None for node in nodes),
         joined=sum(node["joined"] for node in nodes),
         dropped=len(told) - len(nodes),
-        changed=sum(tuple(found) != ids for found, (_, ids, _) in zip(encoded, turns, strict=True)),
+        changed=sum(
+            tuple(found) != ids for found, (_, ids, _) in zip(encoded, turns, strict=True)
+        ),
         encoded_again=encoded_again(turns, tokenizer),
         difference=max((difference(row, model) for row in paths(rows)), default=0.0),
     )
@@ -84,16 +97,24 @@ def counts(rows: list[Row], told: list[dict[str, Any]], tokenizer: Any, model: A
 
 def encoded_again(turns: list[Turn], tokenizer: Any) -> int:
     """Prompts that begin with the text of an earlier turn and its prompt, but with other ids."""
-    texts = [(tokenizer.decode([*prompt, *ids]), [*prompt, *ids]) for prompt, ids, _ in turns]
+    texts = [
+        (tokenizer.decode([*prompt, *ids]), [*prompt, *ids]) for prompt, ids, _ in turns
+    ]
     found = 0
     for prompt, _, _ in turns:
         text = tokenizer.decode(prompt)
-        extended = [ids for begun, ids in texts if len(begun) < len(text) and text.startswith(begun)]
-        found += bool(extended) and not any(list(prompt[: len(ids)]) == ids for ids in extended)
+        extended = [
+            ids for begun, ids in texts if len(begun) < len(text) and text.startswith(begun)
+        ]
+        found += bool(extended) and not any(
+            list(prompt[: len(ids)]) == ids for ids in extended
+        )
     return found
 
 
-def against(engine: Counter[Turn], rows_of_sessions: list[list[Row]], dropped: int) -> tuple[int, int]:
+def against(
+    engine: Counter[Turn], rows_of_sessions: list[list[Row]], dropped: int
+) -> tuple[int, int]:
     """Orphans and doubles: answers of the engine that no session has, and turns that no answer of the engine
     is.
     """
@@ -120,5 +141,7 @@ def table(named: dict[str, Counts]) -> str:
     columns = [each.name for each in fields(Counts)]
     lines = ["client " + " ".join(columns)]
     for name, found in {**named, "all": sum(named.values(), Counts())}.items():
-        lines.append(f"{name} " + " ".join(f"{getattr(found, column):.3g}" for column in columns))
+        lines.append(
+            f"{name} " + " ".join(f"{getattr(found, column):.3g}" for column in columns)
+        )
     return "\n".join(lines)

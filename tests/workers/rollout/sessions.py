@@ -33,14 +33,27 @@ def message(role: str, numbers: Sequence[int] | range | np.ndarray) -> dict[str,
     return {"role": role, "content": " ".join(map(str, numbers))}
 
 
-def response(numbers: Sequence[int] | range, version: int = 0, reason: str = STOP) -> Response:
+def response(
+    numbers: Sequence[int] | range, version: int = 0, reason: str = STOP
+) -> Response:
     tokens = ids(numbers)
-    return Response(tokens, -tokens.astype(np.float32) / 8, np.full(len(tokens), version, np.int32), reason)
+    return Response(
+        tokens,
+        -tokens.astype(np.float32) / 8,
+        np.full(len(tokens), version, np.int32),
+        reason,
+    )
 
 
 def prompt_of(session: Session, asked: SessionPrompt) -> np.ndarray:
-    new = [int(word) for each in asked.messages[asked.covered :] for word in each["content"].split()]
-    return np.concatenate([session.ids(asked.parent) if asked.parent else ids([]), ids(new)])
+    new = [
+        int(word)
+        for each in asked.messages[asked.covered :]
+        for word in each["content"].split()
+    ]
+    return np.concatenate(
+        [session.ids(asked.parent) if asked.parent else ids([]), ids(new)]
+    )
 
 
 class Agent:
@@ -54,13 +67,20 @@ class Agent:
 
     def play(self, turns: Sequence[Turn]) -> "Agent":
         for number, (extended, new, tokens, received) in enumerate(turns):
-            self.ask(-1 if extended < 0 or not number else extended % number, new, tokens, received=received)
+            self.ask(
+                -1 if extended < 0 or not number else extended % number,
+                new,
+                tokens,
+                received=received,
+            )
         return self
 
     def ask(self, extended: int, new: int, tokens: int, *, received: bool = True) -> Node:
         """Prompts differ by the number of their turn, but those of roots begin alike."""
         number = len(self.turns)
-        before = self.turns[extended][1] if extended >= 0 else [message("system", range(5, 9))]
+        before = (
+            self.turns[extended][1] if extended >= 0 else [message("system", range(5, 9))]
+        )
         messages = [*before, message("user", [10 + number] * new)]
         asked = self.session.find(messages)
         assert asked.parent is (self.turns[extended][0] if extended >= 0 else None)
@@ -68,11 +88,15 @@ class Agent:
         node = self.session.claim_recorded(asked, prompt)
         if node is None:
             self.sampled += 1
-            answer = response(range(self.next_id, self.next_id + tokens), version=number % 2)
+            answer = response(
+                range(self.next_id, self.next_id + tokens), version=number % 2
+            )
             self.next_id += tokens
             with self.session.sampling() as place:
                 said = message("assistant", answer.ids)
-                node = self.session.add(asked, prompt, answer, number=place, message=said, name=f"id{number}")
+                node = self.session.add(
+                    asked, prompt, answer, number=place, message=said, name=f"id{number}"
+                )
         node.received = received
         self.turns.append((node, [*messages, node.said]))
         return node

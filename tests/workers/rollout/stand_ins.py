@@ -75,20 +75,30 @@ class Communicator:
         with self._changed:
             counts[rank] += 1
             count = counts[rank]
-        return self._wait(rank, lambda: min(counts[member] for member in range(self._members)) >= count)
+        return self._wait(
+            rank, lambda: min(counts[member] for member in range(self._members)) >= count
+        )
 
     def _wait(self, rank: int, are_all_here: Callable[[], bool]) -> bool:
         with self._changed:
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: rank in self.aborted or are_all_here(), self._timeout_s):
-                raise TimeoutError(f"member {rank} waited {self._timeout_s:g} s for a member that is missing")
-            return rank not in self.aborted  # vLLM's returns at once when it was aborted on this side
+            if not self._changed.wait_for(
+                lambda: rank in self.aborted or are_all_here(), self._timeout_s
+            ):
+                raise TimeoutError(
+                    f"member {rank} waited {self._timeout_s:g} s for a member that is missing"
+                )
+            return (
+                rank not in self.aborted
+            )  # vLLM's returns at once when it was aborted on this side
 
 
 class _OnCpu(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on the CPU."""
 
-    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
@@ -105,20 +115,31 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
     segments = [allocator.settings()]
 
     def export(tensor: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
-        assert segments[-1] == "expandable_segments:False", "CUDA IPC does not share memory that grows"
+        assert segments[-1] == "expandable_segments:False", (
+            "CUDA IPC does not share memory that grows"
+        )
         buffers[id(tensor)] = tensor
-        return None, (id(tensor), *[None] * 7)  # the seventh is the device, which the other side sets
+        return None, (
+            id(tensor),
+            *[None] * 7,
+        )  # the seventh is the device, which the other side sets
 
     uuid = DEVICE_UUID.format(rank=rank)
     races = StreamRaces()
     with pytest.MonkeyPatch.context() as patch, _OnCpu(), races:
         patch.setattr(torch.cuda, "stream", races.stream)
         patch.setattr(torch.cuda, "current_stream", races.current_stream)
-        patch.setattr(torch.Tensor, "record_stream", lambda *arguments: races.record_stream(*arguments))
+        patch.setattr(
+            torch.Tensor,
+            "record_stream",
+            lambda *arguments: races.record_stream(*arguments),
+        )
         patch.setattr(allocator, "_set", segments.append)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "ipc_collect", lambda: None)
-        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid)
+        )
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
         patch.setattr(
@@ -128,7 +149,9 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         )
         patch.setattr(packed_tensor, "reduce_tensor", export)
         patch.setattr(reductions, "rebuild_cuda_tensor", lambda key, *_: buffers[key])
-        patch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: communicator.end(0))
+        patch.setattr(
+            nccl_engine, "open_trainer_endpoint", lambda info: communicator.end(0)
+        )
         patch.setattr(
             nccl_engine,
             "worker_init_process_group",
@@ -141,12 +164,17 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
 
 
 def call_local(
-    engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]], *, together: bool = False
+    engines: Sequence[Any],
+    method: str,
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    together: bool = False,
 ) -> set[int]:
     """`workers.engine.weights.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
     pool = ThreadPoolExecutor(len(engines))
     calls = [
-        pool.submit(getattr(engine, method), *each) for engine, each in zip(engines, arguments, strict=True)
+        pool.submit(getattr(engine, method), *each)
+        for engine, each in zip(engines, arguments, strict=True)
     ]
     pool.shutdown(wait=False)
     lost: set[int] = set()
@@ -187,7 +215,9 @@ class LocalReplica:
 
         async def collect() -> list[dict[str, Any]]:
             blocks = [
-                part async for part in self.worker.generate(requests, sampling) if not isinstance(part, list)
+                part
+                async for part in self.worker.generate(requests, sampling)
+                if not isinstance(part, list)
             ]
             return [block.row(index) for block in blocks for index in range(len(block))]
 
@@ -202,7 +232,9 @@ class BareReplica:
     was told, in order. ends: errors with which it left a transfer.
     """
 
-    def __init__(self, backend: str, dies_at: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, backend: str, dies_at: int | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         from workers.engine.weights.complete_update import TimedNCCLWeightTransferEngine
@@ -217,7 +249,9 @@ class BareReplica:
             else WeightTransferEngineFactory._registry[backend]()
         )
         settings = {TRANSFER_TIMEOUT: timeout_s, FROZEN_VISION: False}
-        parts = SimpleNamespace(parallel_config=None, model_config=None, additional_config=settings)
+        parts = SimpleNamespace(
+            parallel_config=None, model_config=None, additional_config=settings
+        )
         self._engine = engine_class(None, parts, torch.device("cpu"), self)
 
     def load_weights(self, weights: Any) -> None:

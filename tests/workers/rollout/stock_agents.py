@@ -48,20 +48,25 @@ def answered(message: Any) -> list[Any]:
     """The messages after an answer: the tools' results, or a question."""
     calls = message.tool_calls or []
     return [
-        {"role": "tool", "tool_call_id": c.id, "content": added(c.function.arguments)} for c in calls
+        {"role": "tool", "tool_call_id": c.id, "content": added(c.function.arguments)}
+        for c in calls
     ] or [SURE]
 
 
 class Chats:
     """Clients of one session, and the turns that it should hold."""
 
-    def __init__(self, record: dict[str, Any], base_url: str, key: str, **options: Any) -> None:
+    def __init__(
+        self, record: dict[str, Any], base_url: str, key: str, **options: Any
+    ) -> None:
         self.record, self.base_url, self.key = record, base_url, key
         self.openai = openai.AsyncOpenAI(
             **({"base_url": base_url, "api_key": key, "max_retries": 0} | options)
         )
         address = base_url.removesuffix("/v1")
-        self.anthropic = anthropic.AsyncAnthropic(base_url=address, api_key=key, max_retries=0)
+        self.anthropic = anthropic.AsyncAnthropic(
+            base_url=address, api_key=key, max_retries=0
+        )
         self.question = question(record["number"])
         self.roots = self.continued = 0
 
@@ -71,17 +76,23 @@ class Chats:
         else:
             self.roots += count
 
-    async def ask(self, messages: list[Any], *, stream: bool = False, **options: Any) -> Any:
+    async def ask(
+        self, messages: list[Any], *, stream: bool = False, **options: Any
+    ) -> Any:
         """One turn of a chat, as a message."""
         given = {"model": MODEL, "messages": messages, "tools": TOOLS} | options
         if not stream:
             return (await self.openai.chat.completions.create(**given)).choices[0].message
-        state = ChatCompletionStreamState()  # the client's own `stream` raises for an answer that is cut
+        state = (
+            ChatCompletionStreamState()
+        )  # the client's own `stream` raises for an answer that is cut
         async for chunk in await self.openai.chat.completions.create(stream=True, **given):
             state.handle_chunk(chunk)
         return state.current_completion_snapshot.choices[0].message
 
-    async def loop(self, turns: int, written: Callable[[Any], Any], *, stream: bool = False) -> None:
+    async def loop(
+        self, turns: int, written: Callable[[Any], Any], *, stream: bool = False
+    ) -> None:
         """Ask, call the tool, and ask again. written: the answer as the next request holds it."""
         messages = [self.question]
         for turn in range(turns):
@@ -104,7 +115,9 @@ def written_anew(message: Any) -> Any:
         function = {"name": call.function.name, "arguments": arguments}
         calls.append({"id": call.id, "type": "function", "function": function})
     content = (message.content or "").strip()
-    return {"role": "assistant", "content": content or None} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", "content": content or None} | (
+        {"tool_calls": calls} if calls else {}
+    )
 
 
 async def plain(chats: Chats) -> float:
@@ -132,16 +145,24 @@ async def cut_streams(chats: Chats) -> float:
     for limit in range(2, 14):
         asked = {"role": "user", "content": f"In {limit} tokens?"}
         message = await chats.ask([asked], stream=True, max_tokens=limit)
-        await chats.ask([asked, dumped(message), *answered(message)], stream=True, max_tokens=limit)
+        await chats.ask(
+            [asked, dumped(message), *answered(message)], stream=True, max_tokens=limit
+        )
         chats.expect(False), chats.expect(True)
     return 1.0
 
 
 async def parallel(chats: Chats) -> float:
     """Four samples of one question, two requests after each, and a summary of all in place of the history."""
-    first = await asyncio.gather(*(chats.ask([chats.question], temperature=0.1) for _ in range(4)))
+    first = await asyncio.gather(
+        *(chats.ask([chats.question], temperature=0.1) for _ in range(4))
+    )
     chats.expect(False, 4)
-    after = [[chats.question, dumped(message), *answered(message)] for message in first for _ in range(2)]
+    after = [
+        [chats.question, dumped(message), *answered(message)]
+        for message in first
+        for _ in range(2)
+    ]
     await asyncio.gather(*(chats.ask(messages) for messages in after))
     chats.expect(True, 8)
     await chats.ask([{"role": "user", "content": "So far: we added."}])
@@ -167,7 +188,11 @@ async def rewritten(chats: Chats) -> float:
     history = [chats.question, dumped(message), *answered(message)]
     second = await chats.ask(history)
     chats.expect(False), chats.expect(True)
-    other = [*history[:1], {"role": "assistant", "content": f"I said: {message.content}"}, SURE]
+    other = [
+        *history[:1],
+        {"role": "assistant", "content": f"I said: {message.content}"},
+        SURE,
+    ]
     await chats.ask(other)
     await chats.ask([question(99), *history[1:], dumped(second), SURE])
     await chats.ask([question(96), dumped(second), SURE])
@@ -189,7 +214,9 @@ async def retrying(chats: Chats) -> float:
 async def keyed(chats: Chats) -> float:
     """Equal requests under one idempotency key are one."""
     key = {"Idempotency-Key": f"k{chats.record['number']}"}
-    both = await asyncio.gather(*(chats.ask([chats.question], extra_headers=key) for _ in range(2)))
+    both = await asyncio.gather(
+        *(chats.ask([chats.question], extra_headers=key) for _ in range(2))
+    )
     again = await chats.ask([chats.question], extra_headers=key)
     chats.expect(False)
     assert dumped(both[0]) == dumped(both[1]) == dumped(again)
@@ -201,8 +228,12 @@ async def leaving(chats: Chats) -> float:
     these.
     """
     messages = [chats.question]
-    await asyncio.to_thread(left, chats, {"model": MODEL, "messages": messages, "tools": TOOLS})
-    stream = await chats.openai.chat.completions.create(model=MODEL, messages=[question(98)], stream=True)
+    await asyncio.to_thread(
+        left, chats, {"model": MODEL, "messages": messages, "tools": TOOLS}
+    )
+    stream = await chats.openai.chat.completions.create(
+        model=MODEL, messages=[question(98)], stream=True
+    )
     async for _ in stream:
         break
     await stream.close()
@@ -216,9 +247,7 @@ def left(chats: Chats, body: dict[str, Any]) -> None:
     """Send a request and close the connection without reading."""
     address = urlsplit(chats.base_url)
     written = json.dumps(body).encode()
-    head = (
-        f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {chats.key}\r\n"
-    )
+    head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {chats.key}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(written)}\r\n\r\n"
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head.encode() + written)
@@ -231,7 +260,9 @@ async def messages_api(chats: Chats, *, stream: bool = False) -> float:
     for turn in range(3):
         chats.expect(turn)
         if stream:
-            async with chats.anthropic.messages.stream(messages=messages, **given) as events:
+            async with chats.anthropic.messages.stream(
+                messages=messages, **given
+            ) as events:
                 answer = await events.get_final_message()
         else:
             answer = await chats.anthropic.messages.create(messages=messages, **given)
@@ -239,7 +270,8 @@ async def messages_api(chats: Chats, *, stream: bool = False) -> float:
         messages.append({"role": "assistant", "content": blocks})
         uses = [block for block in answer.content if block.type == "tool_use"]
         results = [
-            {"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)} for use in uses
+            {"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)}
+            for use in uses
         ]
         messages.append({"role": "user", "content": results or SURE["content"]})
     return 1.0
@@ -265,7 +297,11 @@ async def responses_api(chats: Chats, *, stream: bool = False) -> float:
         items += [item.model_dump(exclude_none=True) for item in answer.output]
         calls = [item for item in answer.output if item.type == "function_call"]
         results = [
-            {"type": "function_call_output", "call_id": c.call_id, "output": added(c.arguments)}
+            {
+                "type": "function_call_output",
+                "call_id": c.call_id,
+                "output": added(c.arguments),
+            }
             for c in calls
         ]
         items += results or [SURE]
@@ -280,10 +316,17 @@ async def completions(chats: Chats) -> float:
     """Text that goes on, and ids."""
     text = f"<|im_start|>user\n{chats.record['number']}<|im_end|>\n<|im_start|>assistant\n"
     for turn in range(3):
-        answer = await chats.openai.completions.create(model=MODEL, prompt=text, max_tokens=30)
-        text += answer.choices[0].text + f"\n<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+        answer = await chats.openai.completions.create(
+            model=MODEL, prompt=text, max_tokens=30
+        )
+        text += (
+            answer.choices[0].text
+            + f"\n<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+        )
         chats.expect(turn)
-    await chats.openai.completions.create(model=MODEL, prompt=[1, 50, 60, 70], max_tokens=30)
+    await chats.openai.completions.create(
+        model=MODEL, prompt=[1, 50, 60, 70], max_tokens=30
+    )
     chats.expect(False)
     return 1.0
 
@@ -305,8 +348,15 @@ curl -sS --fail "$BALLAST_SESSION_URL/reward" -H "Authorization: Bearer $OPENAI_
 
 async def curl(chats: Chats) -> float:
     """A script, which also says a reward by HTTP."""
-    address = {"OPENAI_BASE_URL": chats.base_url, "BALLAST_SESSION_URL": chats.base_url.removesuffix("/v1")}
-    variables = os.environ | address | {"OPENAI_API_KEY": chats.key, "NUMBER": str(chats.record["number"])}
+    address = {
+        "OPENAI_BASE_URL": chats.base_url,
+        "BALLAST_SESSION_URL": chats.base_url.removesuffix("/v1"),
+    }
+    variables = (
+        os.environ
+        | address
+        | {"OPENAI_API_KEY": chats.key, "NUMBER": str(chats.record["number"])}
+    )
     done = await asyncio.to_thread(
         subprocess.run, ["bash", "-c", CURL], env=variables, capture_output=True, text=True
     )
@@ -331,7 +381,14 @@ AGENTS: dict[str, Any] = {
             keyed,
             leaving,
         ),
-        *(messages_api, messages_streaming, responses_api, responses_streaming, completions, curl),
+        *(
+            messages_api,
+            messages_streaming,
+            responses_api,
+            responses_streaming,
+            completions,
+            curl,
+        ),
     )
 }
 
@@ -341,5 +398,9 @@ async def run(record: dict[str, Any], base_url: str, api_key: str) -> dict[str, 
     chats = Chats(record, base_url, api_key)
     async with chats.openai, chats.anthropic:
         reward = await AGENTS[record["client"]](chats)
-    known = {"roots": float(chats.roots), "continued": float(chats.continued)} if chats.roots else {}
+    known = (
+        {"roots": float(chats.roots), "continued": float(chats.continued)}
+        if chats.roots
+        else {}
+    )
     return {"reward": reward} | known

@@ -87,8 +87,12 @@ class StreamRaces(TorchDispatchMode):
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._recorded.add((_memory(tensor), stream))
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, WRAPPERS) for kind in types):  # made of tensors that come here
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(
+            issubclass(kind, WRAPPERS) for kind in types
+        ):  # made of tensors that come here
             return NotImplemented
         result = operator(*args, **(kwargs or {}))
         if operator.is_view:
@@ -97,7 +101,11 @@ class StreamRaces(TorchDispatchMode):
         made = _memories(result) - inputs
         values = zip(operator._schema.arguments, args, strict=False)
         changed = _memories(
-            [value for given, value in values if given.alias_info and given.alias_info.is_write]
+            [
+                value
+                for given, value in values
+                if given.alias_info and given.alias_info.is_write
+            ]
         )
         self._tick(str(operator), inputs, made, changed)
         return result

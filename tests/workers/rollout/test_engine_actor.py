@@ -48,7 +48,9 @@ from workers.model.model import load_model
 
 
 @pytest.fixture(scope="module")
-def quantized_model(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quantized_model(
+    tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
     shutil.copytree(tiny_model_path, folder / "model")
     quantize_checkpoint(folder / "model", folder / "plain", "fp8 blocks")
@@ -77,7 +79,9 @@ def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_i
     engines: Engines,
 ) -> None:
     requests = requests_for(32, samples=4)
-    assert sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS  # several forward passes
+    assert (
+        sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS
+    )  # several forward passes
     finished = engines.sample(requests, max_new_tokens=120)
     assert {result.finish_reason for result, _ in finished} == {STOP, LENGTH}
     for request, (result, row) in zip(requests, rows_of(finished), strict=True):
@@ -88,7 +92,9 @@ def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_i
             "rollout_log_probs": (np.float32, tokens),
             "weight_versions": (np.int32, tokens),
         }
-        np.testing.assert_array_equal(row["input_ids"][~row["loss_mask"]], request.prompt_ids)
+        np.testing.assert_array_equal(
+            row["input_ids"][~row["loss_mask"]], request.prompt_ids
+        )
         assert row["loss_mask"].sum() == result.response_tokens > 0
         assert (row["rollout_log_probs"][~row["loss_mask"]] == 0).all()
         assert (row["rollout_log_probs"][row["loss_mask"]] < 0).all()
@@ -104,7 +110,9 @@ def test_seeds_repeat_a_round_exactly_and_another_step_differs(engines: Engines)
     )
     for (_, row), (_, again), (_, later) in zip(first, second, other, strict=True):
         np.testing.assert_array_equal(row["input_ids"], again["input_ids"])
-        np.testing.assert_allclose(row["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
+        np.testing.assert_allclose(
+            row["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5
+        )
         assert not np.array_equal(row["input_ids"], later["input_ids"])
     assert len({row["input_ids"].tobytes() for _, row in first}) == len(first)
 
@@ -116,12 +124,23 @@ def test_prompts_that_the_engine_cannot_take_fail_alone(engines: Engines) -> Non
         "rollout.max_model_tokens": [2] * tiny.MAX_MODEL_TOKENS,
         "empty": [],
     }
-    bad = [SampleRequest(reason, 0, np.array(ids, np.int32), seed=1) for reason, ids in refused.items()]
-    bad.append(SampleRequest("more than 0.001 s", 0, np.array([5, 6], np.int32), seed=1, timeout_s=0.001))
+    bad = [
+        SampleRequest(reason, 0, np.array(ids, np.int32), seed=1)
+        for reason, ids in refused.items()
+    ]
+    bad.append(
+        SampleRequest(
+            "more than 0.001 s", 0, np.array([5, 6], np.int32), seed=1, timeout_s=0.001
+        )
+    )
     good = requests_for(3, samples=2)
-    finished, router = generate(engines.pool, [*good[:3], *bad, *good[3:]], SamplingConfig(max_new_tokens=16))
+    finished, router = generate(
+        engines.pool, [*good[:3], *bad, *good[3:]], SamplingConfig(max_new_tokens=16)
+    )
     assert [result.key for result, _ in finished] == [request.key for request in good]
-    assert sorted(result.uid for result in router.dropped) == sorted(request.uid for request in bad)
+    assert sorted(result.uid for result in router.dropped) == sorted(
+        request.uid for request in bad
+    )
     for result in router.dropped:
         assert (result.finish_reason, result.row) == (ERROR, -1)
         assert result.uid in result.error
@@ -135,11 +154,15 @@ def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(
 ) -> None:
     old, new = tiny.random_model(0), tiny.random_model(1)
     version = engines.load(new)
-    finished = engines.sample(requests_for(8, samples=4), temperature=temperature, max_new_tokens=64)
+    finished = engines.sample(
+        requests_for(8, samples=4), temperature=temperature, max_new_tokens=64
+    )
     assert {result.weight_version for result, _ in finished} == {version}
     assert engines.call("weight_version") == version
     assert largest_difference(finished, new, temperature) < LOG_PROB_TOLERANCE
-    assert largest_difference(finished, old, temperature) > 0.5  # the comparison can tell the two apart
+    assert (
+        largest_difference(finished, old, temperature) > 0.5
+    )  # the comparison can tell the two apart
 
 
 @pytest.mark.parametrize(
@@ -151,7 +174,10 @@ def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(
         ),  # vLLM by itself goes on with the old output layer and never says so
         ("model.norm.weight", "model.norm.weight"),
         # vLLM loads q, k and v into one parameter, and says that it loaded that.
-        ("model.layers.0.self_attn.k_proj.weight", "a part of model.layers.0.self_attn.qkv_proj.weight"),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            "a part of model.layers.0.self_attn.qkv_proj.weight",
+        ),
     ],
 )
 def test_an_update_that_leaves_out_a_weight_is_refused_by_name(
@@ -166,10 +192,15 @@ def test_an_update_that_leaves_out_a_weight_is_refused_by_name(
         engines.sample(requests_for(1, samples=1))
     new = tiny.random_model(4)
     engines.load(new)  # the engine is well: the next complete update puts it right
-    assert largest_difference(engines.sample(requests_for(4, samples=2)), new) < LOG_PROB_TOLERANCE
+    assert (
+        largest_difference(engines.sample(requests_for(4, samples=2)), new)
+        < LOG_PROB_TOLERANCE
+    )
 
 
-def test_an_engine_on_a_cpu_has_the_users_arguments_and_vllms_kernels(engines: Engines) -> None:
+def test_an_engine_on_a_cpu_has_the_users_arguments_and_vllms_kernels(
+    engines: Engines,
+) -> None:
     assert engines.call("prefill_tokens") == PREFILL_TOKENS
     assert engines.call("norm_kernel") == PROVIDER
 
@@ -181,12 +212,16 @@ def test_all_requests_of_a_round_are_in_its_first_step(engines: Engines) -> None
     assert engines.call("requests_of_steps")[0] == len(requests)
 
 
-def test_a_command_that_nobody_waits_for_any_more_does_not_end_the_engine(engines: Engines) -> None:
+def test_a_command_that_nobody_waits_for_any_more_does_not_end_the_engine(
+    engines: Engines,
+) -> None:
     engines.call("give_up_a_command")
     engines.sample(requests_for(1, samples=2))
 
 
-def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(engines: Engines) -> None:
+def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
+    engines: Engines,
+) -> None:
     """A sample goes on through two updates: its earlier tokens are read again by the new weights, and not
     changed.
     """
@@ -199,21 +234,30 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(engines: En
             seed = waiting.pop(0)
             models[engines.load(tiny.random_model(seed))] = tiny.random_model(seed)
 
-    finished = engines.sample(requests_for(32, samples=4), update, max_new_tokens=LONG.max_new_tokens)
+    finished = engines.sample(
+        requests_for(32, samples=4), update, max_new_tokens=LONG.max_new_tokens
+    )
     assert {result.weight_version for result, _ in finished} == {first}
     assert max(len(result.version_tokens) for result, _ in finished) == 3
     for result, row in rows_of(finished):
         versions = row["weight_versions"][row["loss_mask"]]
-        assert tuple(zip(*map(np.ndarray.tolist, np.unique(versions, return_counts=True)), strict=True)) == (
-            result.version_tokens
-        )
+        assert tuple(
+            zip(
+                *map(np.ndarray.tolist, np.unique(versions, return_counts=True)),
+                strict=True,
+            )
+        ) == (result.version_tokens)
         for version, _ in result.version_tokens:
             sampled = row["weight_versions"] == version
             expected = tiny.log_probs(models[version], row["input_ids"], 1.0)[sampled]
-            np.testing.assert_allclose(row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE)
+            np.testing.assert_allclose(
+                row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE
+            )
 
 
-def test_a_kept_cache_is_read_with_new_weights_until_it_is_too_old(engines: Engines) -> None:
+def test_a_kept_cache_is_read_with_new_weights_until_it_is_too_old(
+    engines: Engines,
+) -> None:
     """One update keeps it, the second computes it again. What begins later reads none of it."""
     models = {engines.load(tiny.random_model(7)): tiny.random_model(7)}
     (first,), waiting = models, [8, 9]
@@ -225,15 +269,21 @@ def test_a_kept_cache_is_read_with_new_weights_until_it_is_too_old(engines: Engi
             models[engines.load(tiny.random_model(seed))] = tiny.random_model(seed)
 
     engines.call("take_weight_loads")
-    finished = engines.sample(requests_for(32, samples=4), update, max_new_tokens=LONG.max_new_tokens)
+    finished = engines.sample(
+        requests_for(32, samples=4), update, max_new_tokens=LONG.max_new_tokens
+    )
     assert max(len(result.version_tokens) for result, _ in finished) == 3
     for result, row in rows_of(finished):
         assert result.weight_version == first
         for version, _ in result.version_tokens:
             sampled = np.flatnonzero(row["weight_versions"] == version)
             kept = models[version - 1] if version == first + 1 else models[version]
-            expected = tiny.log_probs_behind(kept, models[version], row["input_ids"], sampled)
-            np.testing.assert_allclose(row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE)
+            expected = tiny.log_probs_behind(
+                kept, models[version], row["input_ids"], sampled
+            )
+            np.testing.assert_allclose(
+                row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE
+            )
     later = engines.sample(requests_for(32, samples=4, step=1))
     assert largest_difference(later, models[first + 2]) < LOG_PROB_TOLERANCE
     assert sum(result.cached_tokens for result, _ in later) > 0
@@ -247,30 +297,52 @@ def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engin
     parts: dict[int, Response] = {}
     requests = requests_for(32, samples=4)
     engines.sample(
-        requests, lambda *_: parts.update(parts or engines.call("partial_responses")), max_new_tokens=200
+        requests,
+        lambda *_: parts.update(parts or engines.call("partial_responses")),
+        max_new_tokens=200,
     )
     assert parts and all(
-        len(part.ids) == len(part.log_probs) == len(part.versions) for part in parts.values()
+        len(part.ids) == len(part.log_probs) == len(part.versions)
+        for part in parts.values()
     )
     after = engines.load(new)
-    begun = [replace(request, begun=parts[request.seed]) for request in requests if request.seed in parts]
-    for request, (result, row) in zip(begun, rows_of(engines.sample(begun, max_new_tokens=200)), strict=True):
+    begun = [
+        replace(request, begun=parts[request.seed])
+        for request in requests
+        if request.seed in parts
+    ]
+    for request, (result, row) in zip(
+        begun, rows_of(engines.sample(begun, max_new_tokens=200)), strict=True
+    ):
         part, tokens = parts[request.seed], len(parts[request.seed].ids)
         response = {name: column[result.prompt_tokens :] for name, column in row.items()}
         np.testing.assert_array_equal(response["input_ids"][:tokens], part.ids)
-        np.testing.assert_array_equal(response["rollout_log_probs"][:tokens], part.log_probs)
-        assert result.version_tokens == ((before, tokens), (after, result.response_tokens - tokens))
+        np.testing.assert_array_equal(
+            response["rollout_log_probs"][:tokens], part.log_probs
+        )
+        assert result.version_tokens == (
+            (before, tokens),
+            (after, result.response_tokens - tokens),
+        )
         assert result.read_tokens == result.prompt_tokens
         assert result.response_tokens <= 200
-        expected = tiny.log_probs(new, row["input_ids"], 1.0)[result.prompt_tokens + tokens :]
-        np.testing.assert_allclose(response["rollout_log_probs"][tokens:], expected, atol=LOG_PROB_TOLERANCE)
+        expected = tiny.log_probs(new, row["input_ids"], 1.0)[
+            result.prompt_tokens + tokens :
+        ]
+        np.testing.assert_allclose(
+            response["rollout_log_probs"][tokens:], expected, atol=LOG_PROB_TOLERANCE
+        )
 
 
 CHANGED = (
     {"min_p": 0.02},
     {"min_new_tokens": 30, "stop_token_ids": [200, 201]},
     {"repetition_penalty": 1.3},
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {tiny.ID["a"]: 6.0, 300: -2.0}},
+    {
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "logit_bias": {tiny.ID["a"]: 6.0, 300: -2.0},
+    },
     {"bad_words": ["a", "bb"], "logit_bias": {tiny.ID["a"]: 9.0, tiny.ID["b"]: 9.0}},
     {"structured_outputs": {"regex": "[ab]{2,4}"}},
 )
@@ -293,11 +365,15 @@ def test_log_probs_are_of_the_distribution_that_options_make(
                 model, row["input_ids"], result.prompt_tokens, sampling
             )
             np.testing.assert_allclose(
-                row["rollout_log_probs"][row["loss_mask"]], expected, atol=LOG_PROB_TOLERANCE
+                row["rollout_log_probs"][row["loss_mask"]],
+                expected,
+                atol=LOG_PROB_TOLERANCE,
             )
 
 
-def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_kept(engines: Engines) -> None:
+def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_kept(
+    engines: Engines,
+) -> None:
     model = tiny.random_model(13)
     engines.load(model)
     tokenizer = engines.tokenizer
@@ -311,7 +387,9 @@ def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_k
         "stop_token_ids": [*range(150, 200)],
     }
     for name, values in ends.items():
-        finished = engines.sample(requests_for(16, samples=4), max_new_tokens=150, **{name: values})
+        finished = engines.sample(
+            requests_for(16, samples=4), max_new_tokens=150, **{name: values}
+        )
         assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
         stopped = 0
         for result, row in rows_of(finished):
@@ -320,22 +398,36 @@ def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_k
             assert row["loss_mask"].sum() == result.response_tokens == len(response)
             seen = [response[-1] in values, *np.isin(response[:-1], values)]
             if name == "stop":
-                seen = [any(text in whole for text in values), any(text in before for text in values)]
+                seen = [
+                    any(text in whole for text in values),
+                    any(text in before for text in values),
+                ]
             assert not any(seen[1:])
             assert (result.finish_reason == STOP) == (seen[0] or response[-1] == tiny.EOS)
             stopped += seen[0]
         assert stopped > 20
 
 
-def test_reasoning_that_is_open_at_its_budget_is_closed_and_the_answer_sampled(engines: Engines) -> None:
+def test_reasoning_that_is_open_at_its_budget_is_closed_and_the_answer_sampled(
+    engines: Engines,
+) -> None:
     """Inserted tokens are not trained."""
     model, budget, limit = tiny.random_model(14), 12, 40
     engines.load(model)
     opening, closing = (engines.ids(text) for text in ("<think>", "so</think>"))
     plain = requests_for(8, samples=8)
-    thinking = [replace(r, uid=f"t{r.uid}", prompt_ids=np.append(r.prompt_ids, opening)) for r in plain]
-    played = [replace(r, uid=f"e{r.uid}") for r in episodes(4, samples=2, opening="<think>")]
-    sampling = {"max_new_tokens": limit, "max_thinking_tokens": budget, "end_of_thinking": "so</think>"}
+    thinking = [
+        replace(r, uid=f"t{r.uid}", prompt_ids=np.append(r.prompt_ids, opening))
+        for r in plain
+    ]
+    played = [
+        replace(r, uid=f"e{r.uid}") for r in episodes(4, samples=2, opening="<think>")
+    ]
+    sampling = {
+        "max_new_tokens": limit,
+        "max_thinking_tokens": budget,
+        "end_of_thinking": "so</think>",
+    }
     finished = engines.sample([*plain, *thinking, *played], **sampling)
     assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
     for result, row in rows_of(finished):
@@ -345,29 +437,42 @@ def test_reasoning_that_is_open_at_its_budget_is_closed_and_the_answer_sampled(e
             inserted = slice(budget, budget + len(closing))
             np.testing.assert_array_equal(response[inserted], closing)
             assert not mask[inserted].any() and mask[:budget].all() and mask[inserted.stop]
-            assert set(row["weight_versions"][result.prompt_tokens :][inserted]) == {INSERTED}
+            assert set(row["weight_versions"][result.prompt_tokens :][inserted]) == {
+                INSERTED
+            }
         assert result.response_tokens == mask.sum() and result.version_tokens == (
             (engines.version, mask.sum()),
         )
         if result.uid.startswith("e"):
             assert (result.cut_thoughts, result.turns) in {(1, 1), (1, 2), (0, 1), (0, 2)}
         else:
-            assert len(response) <= limit and result.observation_tokens == len(closing) * result.cut_thoughts
-            assert result.cut_thoughts == (result.uid.startswith("t") and tiny.EOS not in response[:budget])
+            assert (
+                len(response) <= limit
+                and result.observation_tokens == len(closing) * result.cut_thoughts
+            )
+            assert result.cut_thoughts == (
+                result.uid.startswith("t") and tiny.EOS not in response[:budget]
+            )
     cut = [result for result, _ in finished if result.cut_thoughts]
     assert {result.uid[0] for result in cut} == {"t", "e"}
     assert {result.finish_reason for result in cut} == {STOP, LENGTH}
 
 
-def test_a_stop_text_on_both_sides_of_a_thinking_budget_ends_the_turn(engines: Engines) -> None:
+def test_a_stop_text_on_both_sides_of_a_thinking_budget_ends_the_turn(
+    engines: Engines,
+) -> None:
     engines.load(tiny.random_model(14))
     sampling: dict[str, Any] = {"max_new_tokens": 40, "max_thinking_tokens": 12}
     texts = set()
     for result, row in rows_of(engines.sample(requests_for(8, samples=8), **sampling)):
         response = row["input_ids"][result.prompt_tokens :]
-        texts |= {engines.tokenizer.decode(response[11:13])} if len(response) > 13 else set()
+        texts |= (
+            {engines.tokenizer.decode(response[11:13])} if len(response) > 13 else set()
+        )
     stopped = 0
-    for result, row in rows_of(engines.sample(requests_for(8, samples=8), stop=sorted(texts), **sampling)):
+    for result, row in rows_of(
+        engines.sample(requests_for(8, samples=8), stop=sorted(texts), **sampling)
+    ):
         response = row["input_ids"][result.prompt_tokens :]
         whole, before = (engines.tokenizer.decode(ids) for ids in (response, response[:-1]))
         assert not any(text in before for text in texts)
@@ -384,9 +489,14 @@ def test_a_stop_text_on_both_sides_of_a_thinking_budget_ends_the_turn(engines: E
 def trainer_log_probs(rows: list[Row], path: Path) -> np.ndarray:
     """Of all rows' tokens one after another, by the training engine on packed micro-batches."""
     sequences = DataProto.from_list(
-        [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for row in rows],
+        [
+            {name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")}
+            for row in rows
+        ],
     )
-    engine = TrainingEngine(ModelConfig(path=str(path)), optimizer=None, total_steps=0, device="cpu")
+    engine = TrainingEngine(
+        ModelConfig(path=str(path)), optimizer=None, total_steps=0, device="cpu"
+    )
     log_probs, _ = engine.log_probs(sequences, [(0, len(rows))])
     return log_probs.numpy()
 
@@ -397,10 +507,14 @@ def test_tokens_of_an_episode_are_those_sampled_and_the_environments_are_not_lea
     path = tiny.save_model(tmp_path, seed=11)
     engines.load(tiny.random_model(11))
     requests = {request.key: request for request in episodes(8, samples=8)}
-    found, again = (rows_of(engines.sample(list(requests.values()), max_new_tokens=90)) for _ in range(2))
+    found, again = (
+        rows_of(engines.sample(list(requests.values()), max_new_tokens=90))
+        for _ in range(2)
+    )
     rows = [row for _, row in found]
     sampled, mask = (
-        np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask")
+        np.concatenate([row[name] for row in rows])
+        for name in ("rollout_log_probs", "loss_mask")
     )
     assert np.abs(trainer_log_probs(rows, path) - sampled)[mask].max() < 1e-4
     assert (sampled[~mask] == 0).all() and (sampled[mask] < 0).all()
@@ -408,7 +522,11 @@ def test_tokens_of_an_episode_are_those_sampled_and_the_environments_are_not_lea
     tokenizer = AutoTokenizer.from_pretrained(path)
     for (result, row), (_, repeated) in zip(found, again, strict=True):
         np.testing.assert_array_equal(row["input_ids"], repeated["input_ids"])
-        ids, begin, [opening] = row["input_ids"].tolist(), result.prompt_tokens, tokenizer("(")["input_ids"]
+        ids, begin, [opening] = (
+            row["input_ids"].tolist(),
+            result.prompt_tokens,
+            tokenizer("(")["input_ids"],
+        )
         assert ids[:begin] == [*requests[result.key].prompt_ids.tolist(), opening]
         assert (result.length, result.response_tokens) == (len(ids), row["loss_mask"].sum())
         assert result.finish_reason in (STOP, LENGTH)
@@ -418,12 +536,19 @@ def test_tokens_of_an_episode_are_those_sampled_and_the_environments_are_not_lea
             observed = tokenizer(f"<{text[:1]}>")["input_ids"]
             assert ids[end : end + len(observed)] == observed
             later = [True] * (len(ids) - end - len(observed))
-            expected = [False] * begin + [True] * (end - begin) + [False] * len(observed) + later
+            expected = (
+                [False] * begin + [True] * (end - begin) + [False] * len(observed) + later
+            )
             assert row["loss_mask"].tolist() == expected
-            assert (result.environment.reward, result.environment.parts) == (1.0, {"turn": 2.0})
+            assert (result.environment.reward, result.environment.parts) == (
+                1.0,
+                {"turn": 2.0},
+            )
 
 
-def test_a_turn_whose_past_the_template_changes_is_a_row_of_its_own(engines: Engines, tmp_path: Path) -> None:
+def test_a_turn_whose_past_the_template_changes_is_a_row_of_its_own(
+    engines: Engines, tmp_path: Path
+) -> None:
     """Each token has the log-prob of the context in which it is trained, and is trained once."""
     path = tiny.save_model(tmp_path, seed=11)
     engines.load(tiny.random_model(11))
@@ -432,14 +557,16 @@ def test_a_turn_whose_past_the_template_changes_is_a_row_of_its_own(engines: Eng
     ids = np.array(tokenizer("#uhi<eos>#A")["input_ids"], np.int32)
     start = EpisodeStart({"opening": ""}, chat)
     requests = [
-        replace(request, prompt_ids=ids, start=start) for request in requests_for(1, samples=128, step=6)
+        replace(request, prompt_ids=ids, start=start)
+        for request in requests_for(1, samples=128, step=6)
     ]
     finished = engines.sample(requests, max_new_tokens=90)
     branched = [(result, ray.get(block)) for result, block in finished if result.turns == 2]
     assert len(branched) > 4 and all(len(result.branches) == 2 for result, _ in branched)
     rows = [block.row(row) for result, block in branched for row in list(result.rows)[1:]]
     sampled, mask = (
-        np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask")
+        np.concatenate([row[name] for row in rows])
+        for name in ("rollout_log_probs", "loss_mask")
     )
     assert np.abs(trainer_log_probs(rows, path) - sampled)[mask].max() < 1e-4
     for (result, block), first, second in zip(branched, rows[::2], rows[1::2], strict=True):
@@ -468,13 +595,19 @@ def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_thei
     engines: Engines,
 ) -> None:
     good = episodes(8, samples=2)
-    bad = [replace(request, uid="bad") for request in episodes(1, samples=2, opening="raise")]
+    bad = [
+        replace(request, uid="bad") for request in episodes(1, samples=2, opening="raise")
+    ]
     finished = engines.sample([*good[:2], *bad, *good[2:]], max_new_tokens=6)
     failures = {result.key: result.environment.failure for result, _ in finished}
     assert {key for key, failure in failures.items() if failure} == {("bad", 0), ("bad", 1)}
     assert "KeyError: 'no such record'" in failures["bad", 0]
-    assert all(0 < result.response_tokens <= 2 * 6 for result, _ in finished)  # max_turns * max_new_tokens
-    assert all(result.length - result.prompt_tokens < 2 * 6 for result, _ in finished)  # the opening counts
+    assert all(
+        0 < result.response_tokens <= 2 * 6 for result, _ in finished
+    )  # max_turns * max_new_tokens
+    assert all(
+        result.length - result.prompt_tokens < 2 * 6 for result, _ in finished
+    )  # the opening counts
 
 
 # Engines that end
@@ -484,14 +617,22 @@ def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
     engines: Engines, quantized_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The file's last test of this engine: a new one starts in its place and gets the same weights."""
-    model = load_model(ModelConfig(path=str(quantized_model), layout="padded"), torch.float32).model
+    model = load_model(
+        ModelConfig(path=str(quantized_model), layout="padded"), torch.float32
+    ).model
     version = engines.load(model)
-    assert largest_difference(engines.sample(requests_for(4, samples=1)), model) < LOG_PROB_TOLERANCE
+    assert (
+        largest_difference(engines.sample(requests_for(4, samples=1)), model)
+        < LOG_PROB_TOLERANCE
+    )
     engines.call("break_after", 5)
     finished = engines.sample(requests_for(16, samples=4), max_new_tokens=200)
     assert {result.weight_version for result, _ in finished} == {version}
     assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
-    assert "rollout replica 0 died: RuntimeError: out of luck; starting a new one" in capfd.readouterr().out
+    assert (
+        "rollout replica 0 died: RuntimeError: out of luck; starting a new one"
+        in capfd.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -504,7 +645,9 @@ def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(
     The engines are processes of their own, as on GPUs.
     """
     apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    engines = Engines(tiny_model_path, replicas=2, restarts=1, max_concurrent=64, variables=apart)
+    engines = Engines(
+        tiny_model_path, replicas=2, restarts=1, max_concurrent=64, variables=apart
+    )
     version = engines.load(tiny.random_model(3))
     pids = [engines.call("pids", replica=replica) for replica in (0, 1)]
     doomed = list(pids[0])
@@ -540,10 +683,15 @@ def test_a_placement_that_needs_gpus_is_refused_before_an_engine_starts(
 
 
 @pytest.mark.slow
-def test_two_processes_share_an_engine_and_take_new_weights(ray_session: None, tiny_model_path: Path) -> None:
+def test_two_processes_share_an_engine_and_take_new_weights(
+    ray_session: None, tiny_model_path: Path
+) -> None:
     engines = Engines(tiny_model_path, tensor_parallel=2)
     assert len(engines.call("pids")) >= 4  # the actor, the scheduler, two ranks
     new = tiny.random_model(1)
     engines.load(new)
-    assert largest_difference(engines.sample(requests_for(8, samples=2)), new) < LOG_PROB_TOLERANCE
+    assert (
+        largest_difference(engines.sample(requests_for(8, samples=2)), new)
+        < LOG_PROB_TOLERANCE
+    )
     engines.pool.stop()

@@ -49,5 +49,7 @@ def test_an_engine_that_does_not_start_says_why(
     model = tiny.save_model(tmp_path / "model")
     if not weights:
         (model / "model.safetensors").unlink()
-    with pytest.raises(RolloutError, match=f"replica 0 failed while starting its engine: .*{cause}"):
+    with pytest.raises(
+        RolloutError, match=f"replica 0 failed while starting its engine: .*{cause}"
+    ):
         Engines(model, variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, **settings)

@@ -39,13 +39,26 @@ MORE: Any = {"role": "user", "content": "more?"}
 class Served:
     def __init__(self, model: Path) -> None:
         config = RolloutConfig(
-            threads=1, cpu_kv_cache_gib=0.125, agent="a:b", sampling=SamplingConfig(max_new_tokens=TOKENS)
+            threads=1,
+            cpu_kv_cache_gib=0.125,
+            agent="a:b",
+            sampling=SamplingConfig(max_new_tokens=TOKENS),
         )
-        options = {"index": 0, "placement": "shared_memory", "max_model_tokens": 2048, "seed": 0}
+        options = {
+            "index": 0,
+            "placement": "shared_memory",
+            "max_model_tokens": 2048,
+            "seed": 0,
+        }
         actor = ray.remote(RecordedActor).options(num_cpus=1, max_concurrency=100)
-        self.actor = actor.remote(ModelConfig(path=str(model)), config, environment=b"", **options)
+        self.actor = actor.remote(
+            ModelConfig(path=str(model)), config, environment=b"", **options
+        )
         self.call("start")
-        self.trainer, self.tokenizer = trainer_of(model), AutoTokenizer.from_pretrained(model)
+        self.trainer, self.tokenizer = (
+            trainer_of(model),
+            AutoTokenizer.from_pretrained(model),
+        )
         self.seen, self.rows = session_checks.of_engine([]), list[list[Row]]()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -59,7 +72,9 @@ class Served:
         clients = [Clients(*self.call("open_session", name)) for name in names]
 
         async def all_at_once() -> None:
-            await asyncio.gather(*(agent(client) for agent, client in zip(agents, clients, strict=True)))
+            await asyncio.gather(
+                *(agent(client) for agent, client in zip(agents, clients, strict=True))
+            )
 
         asyncio.run(all_at_once())
         images = [self.call("session_images", name) for name in names]
@@ -70,7 +85,12 @@ class Served:
         dropped = sum(not node["kept"] for _, told in closed for node in told)
         assert session_checks.against(new, rows, dropped) == (0, 0)
         for found in rows:
-            assert session_checks.encoded_again(list(session_checks.turns_of(found)), self.tokenizer) == 0
+            assert (
+                session_checks.encoded_again(
+                    list(session_checks.turns_of(found)), self.tokenizer
+                )
+                == 0
+            )
         assert self.difference(rows, images) < LOG_PROB_TOLERANCE
         assert [[node["parent"] for node in told] for _, told in closed] == [
             client.parents for client in clients
@@ -82,10 +102,19 @@ class Served:
         sequence.
         """
         rows = [row for found in sessions for row in session_checks.paths(found)]
-        shown = [placed for found in images for placed in (found if len(found) == 1 else found[1:])]
-        tensors = [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for row in rows]
+        shown = [
+            placed
+            for found in images
+            for placed in (found if len(found) == 1 else found[1:])
+        ]
+        tensors = [
+            {name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")}
+            for row in rows
+        ]
         batch = DataProto.from_list(tensors)
-        batch.objects["images"] = object_column([tuple(map(fetched, placed)) for placed in shown])
+        batch.objects["images"] = object_column(
+            [tuple(map(fetched, placed)) for placed in shown]
+        )
         log_probs, _ = self.trainer.log_probs(batch, [(0, len(rows))])
         mask = np.concatenate([row["loss_mask"] for row in rows])
         sampled = np.concatenate([row["rollout_log_probs"] for row in rows])
@@ -100,10 +129,15 @@ class Clients:
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
 
-    async def chat(self, messages: list[Any], *, stream: bool = False, **options: Any) -> Any:
+    async def chat(
+        self, messages: list[Any], *, stream: bool = False, **options: Any
+    ) -> Any:
         given = {"model": "m", "messages": messages} | options
         if not stream:
-            return [choice.message for choice in (await self.openai.chat.completions.create(**given)).choices]
+            return [
+                choice.message
+                for choice in (await self.openai.chat.completions.create(**given)).choices
+            ]
         text = ""
         async for chunk in await self.openai.chat.completions.create(stream=True, **given):
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
@@ -122,7 +156,11 @@ def shown(*content: Any) -> Any:
 
     def part(each: Any) -> dict[str, Any]:
         url = URLS[each] if isinstance(each, int) else ""
-        return {"type": "image_url", "image_url": {"url": url}} if url else {"type": "text", "text": each}
+        return (
+            {"type": "image_url", "image_url": {"url": url}}
+            if url
+            else {"type": "text", "text": each}
+        )
 
     return {"role": "user", "content": [part(each) for each in content]}
 
@@ -149,28 +187,45 @@ async def responses(clients: Clients) -> None:
     given: list[Any] = []
     for number in (0, 1):
         image = {"type": "input_image", "image_url": URLS[number], "detail": "auto"}
-        given.append({"role": "user", "content": [image, {"type": "input_text", "text": "this?"}]})
-        answer = await clients.openai.responses.create(model="m", input=given, max_output_tokens=TOKENS)
+        given.append(
+            {"role": "user", "content": [image, {"type": "input_text", "text": "this?"}]}
+        )
+        answer = await clients.openai.responses.create(
+            model="m", input=given, max_output_tokens=TOKENS
+        )
         given.append({"role": "assistant", "content": answer.output_text})
     clients.parents = [None, 0]
 
 
 def block(number: int) -> Any:
     data = URLS[number].partition(",")[2]
-    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    return {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": data},
+    }
 
 
 async def messages_api(clients: Clients) -> None:
     """The second image is the answer of a tool."""
-    said: list[Any] = [{"role": "user", "content": [block(0), {"type": "text", "text": "zoom"}]}]
+    said: list[Any] = [
+        {"role": "user", "content": [block(0), {"type": "text", "text": "zoom"}]}
+    ]
     given: dict[str, Any] = {"model": "m", "max_tokens": TOKENS}
     counted = await clients.anthropic.messages.count_tokens(model="m", messages=said)
     first = await clients.anthropic.messages.create(messages=said, **given)
     assert first.usage.input_tokens == counted.input_tokens > 20
     said.append(
-        {"role": "assistant", "content": [{"type": "text", "text": each.text} for each in first.content]}
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": each.text} for each in first.content],
+        }
     )
-    said.append({"role": "user", "content": [block(1), {"type": "text", "text": "closer"}, block(2)]})
+    said.append(
+        {
+            "role": "user",
+            "content": [block(1), {"type": "text", "text": "closer"}, block(2)],
+        }
+    )
     await clients.anthropic.messages.create(messages=said, **given)
     clients.parents = [None, 0]
 
@@ -182,18 +237,31 @@ def digests(images: list[Placed]) -> list[list[int]]:
 def test_stock_clients_send_images_in_every_api(served: Served) -> None:
     agents = [two_turns, streamed, responses, messages_api]
     found = served.play(*agents)
-    assert list(map(digests, found)) == [[[0, 1, 0]], [[1, 2, 2], [1, 2], [1, 2]], [[0, 1]], [[0, 1, 2]]]
+    assert list(map(digests, found)) == [
+        [[0, 1, 0]],
+        [[1, 2, 2], [1, 2], [1, 2]],
+        [[0, 1]],
+        [[0, 1, 2]],
+    ]
 
 
 def test_sessions_of_equal_ids_see_their_own_images(served: Served) -> None:
     """Colours differ, sizes do not: the engine's cache of prefixes tells them apart, too."""
-    urls = [url_of(Pillow.new("RGB", (84, 56), colour)) for colour in ("red", "blue", "red")]
+    urls = [
+        url_of(Pillow.new("RGB", (84, 56), colour)) for colour in ("red", "blue", "red")
+    ]
 
     def agent(url: str) -> Callable[[Clients], Any]:
         async def one(clients: Clients) -> None:
             image = {"type": "image_url", "image_url": {"url": url}}
             messages = [
-                {"role": "user", "content": [image, {"type": "text", "text": "which colour is it? " * 3}]}
+                {
+                    "role": "user",
+                    "content": [
+                        image,
+                        {"type": "text", "text": "which colour is it? " * 3},
+                    ],
+                }
             ]
             (message,) = await clients.chat(messages)
             await clients.chat([*messages, message, MORE])
@@ -205,7 +273,10 @@ def test_sessions_of_equal_ids_see_their_own_images(served: Served) -> None:
     one, other, same = (images[0][0].image.digest for images in found)
     assert one == same != other
     assert len({images[0][0].tokens for images in found}) == 1
-    assert served.difference(served.rows, [found[1], found[0], found[2]]) > 100 * LOG_PROB_TOLERANCE
+    assert (
+        served.difference(served.rows, [found[1], found[0], found[2]])
+        > 100 * LOG_PROB_TOLERANCE
+    )
 
 
 def test_a_session_that_starts_again_is_answered_from_its_record(served: Served) -> None:
@@ -239,7 +310,14 @@ def test_an_image_larger_than_texts_may_be_is_served(served: Served) -> None:
     assert len(url) > 400_000
 
     async def one(clients: Clients) -> None:
-        await clients.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+        await clients.chat(
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": url}}],
+                }
+            ]
+        )
         with pytest.raises(openai.BadRequestError, match="context length"):
             await clients.chat([{"role": "user", "content": "x" * 400_000}])
         clients.parents = [None]
@@ -250,23 +328,41 @@ def test_an_image_larger_than_texts_may_be_is_served(served: Served) -> None:
 def test_paths_and_urls_are_refused_in_every_api(served: Served, tmp_path: Path) -> None:
     pictures()[0].save(tmp_path / "here.png")
     url, key = served.call("open_session", "refused")
-    for place in (f"{tmp_path}/here.png", f"file://{tmp_path}/here.png", f"{url}/v1/models"):
+    for place in (
+        f"{tmp_path}/here.png",
+        f"file://{tmp_path}/here.png",
+        f"{url}/v1/models",
+    ):
         source = {"type": "url", "url": place}
         bodies = {
             "chat/completions": {
                 "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": place}}]}
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": place}}],
+                    }
                 ]
             },
             "responses": {
-                "input": [{"role": "user", "content": [{"type": "input_image", "image_url": place}]}]
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "input_image", "image_url": place}],
+                    }
+                ]
             },
             "messages": {
                 "max_tokens": 9,
-                "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": source}]}
+                ],
             },
         }
         for route, body in bodies.items():
-            answer = httpx.post(f"{url}/v1/{route}", json={"model": "m"} | body, headers={"x-api-key": key})
-            assert (answer.status_code, "data: URL" in answer.text) == (400, True), answer.text
+            answer = httpx.post(
+                f"{url}/v1/{route}", json={"model": "m"} | body, headers={"x-api-key": key}
+            )
+            assert (answer.status_code, "data: URL" in answer.text) == (400, True), (
+                answer.text
+            )
     assert served.call("close_session", "refused") == ([], [])

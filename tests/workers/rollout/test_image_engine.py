@@ -61,33 +61,46 @@ class Setup:
         return trainer_of(self.path, train_vision=True)
 
     def requests(self, step: int = 0) -> list[SampleRequest]:
-        placeholders, tokenizer = load_placeholders(str(self.path)), AutoTokenizer.from_pretrained(self.path)
+        placeholders, tokenizer = (
+            load_placeholders(str(self.path)),
+            AutoTokenizer.from_pretrained(self.path),
+        )
         assert placeholders is not None
         found = []
         for prompt, (text, chosen) in enumerate(PROMPTS):
-            ids = tokenizer(text.replace("I", PLACEHOLDERS[self.family]), add_special_tokens=False)[
-                "input_ids"
-            ]
+            ids = tokenizer(
+                text.replace("I", PLACEHOLDERS[self.family]), add_special_tokens=False
+            )["input_ids"]
             expanded, placed = placeholders.expand(
                 np.array(ids, np.int32), [image(i) for i in chosen], "a test"
             )
             placed = tuple(
-                replace(each, image=replace(each.image, data=ray.put(each.image.data))) for each in placed
+                replace(each, image=replace(each.image, data=ray.put(each.image.data)))
+                for each in placed
             )
             for sample in range(SAMPLES):
                 seed = sample_seed(0, step, f"p{prompt}", sample)
-                found.append(SampleRequest(f"p{prompt}", sample, expanded, seed, images=placed))
+                found.append(
+                    SampleRequest(f"p{prompt}", sample, expanded, seed, images=placed)
+                )
         return found
 
     def difference(self, finished: list[Sample], behind: int = 0) -> float:
         """Largest difference of the engine's log-probs to the trainer's, of tokens behind the first ones."""
         found = rows_of(finished)
-        rows = [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for _, row in found]
+        rows = [
+            {name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")}
+            for _, row in found
+        ]
         batch = DataProto.from_list(rows)
-        batch.objects["images"] = object_column([tuple(map(fetched, result.images)) for result, _ in found])
+        batch.objects["images"] = object_column(
+            [tuple(map(fetched, result.images)) for result, _ in found]
+        )
         log_probs, _ = self.trainer.log_probs(batch, [(0, len(rows))])
         sampled = np.concatenate([row["rollout_log_probs"] for _, row in found])
-        mask = [row["loss_mask"] & (np.cumsum(row["loss_mask"]) > behind) for _, row in found]
+        mask = [
+            row["loss_mask"] & (np.cumsum(row["loss_mask"]) > behind) for _, row in found
+        ]
         return float(np.abs(log_probs.numpy() - sampled)[np.concatenate(mask)].max())
 
     def change(self, chosen: Callable[[str], bool]) -> None:
@@ -98,8 +111,14 @@ class Setup:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
 
     def send(self, left_out: Callable[[str], bool] = lambda name: False) -> None:
-        weights = ((name, weight) for name, weight in self.trainer.named_weights() if not left_out(name))
-        self.engines.pool.update_weights(ray.put(pack_weights(weights)), self.engines.version + 1)
+        weights = (
+            (name, weight)
+            for name, weight in self.trainer.named_weights()
+            if not left_out(name)
+        )
+        self.engines.pool.update_weights(
+            ray.put(pack_weights(weights)), self.engines.version + 1
+        )
         self.engines.version += 1
 
 
@@ -111,7 +130,10 @@ def trainer_of(path: Path, **settings: Any) -> TrainingEngine:
 def fetched(placed: PlacedImage) -> PlacedImage:
     data = placed.image.data
     return replace(
-        placed, image=replace(placed.image, data=data if isinstance(data, bytes) else ray.get(data))
+        placed,
+        image=replace(
+            placed.image, data=data if isinstance(data, bytes) else ray.get(data)
+        ),
     )
 
 
@@ -122,7 +144,10 @@ def of_tower(name: str) -> bool:
 EPISODES: dict[str, Any] = {"max_turns": 3, "max_episode_tokens": 180}
 FAMILIES = [
     "qwen2_5_vl",
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_vl", "llava", "idefics3")),
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("qwen3_vl", "llava", "idefics3")
+    ),
 ]
 
 
@@ -132,17 +157,23 @@ def setup(
 ) -> Iterator[Setup]:
     """One engine a family, of a run that trains the tower."""
     path = vision_model(request.param)
-    engines = Engines(path, environment=cloudpickle.dumps(tiny.Zoom), train_vision=True, **EPISODES)
+    engines = Engines(
+        path, environment=cloudpickle.dumps(tiny.Zoom), train_vision=True, **EPISODES
+    )
     yield Setup(request.param, path, engines)
     engines.pool.stop()
 
 
-def test_engines_compute_what_the_trainer_does_before_and_after_updates(setup: Setup) -> None:
+def test_engines_compute_what_the_trainer_does_before_and_after_updates(
+    setup: Setup,
+) -> None:
     found = setup.engines.sample(setup.requests(), max_new_tokens=12)
     assert setup.difference(found) < LOG_PROB_TOLERANCE
     hashes = [result.prompt_hash for result, _ in found[::SAMPLES]]
     assert hashes[0] == hashes[2] and len(set(hashes)) == len(PROMPTS) - 1
-    assert [len(result.images) for result, _ in found[::SAMPLES]] == [len(chosen) for _, chosen in PROMPTS]
+    assert [len(result.images) for result, _ in found[::SAMPLES]] == [
+        len(chosen) for _, chosen in PROMPTS
+    ]
     setup.change(lambda name: True)
     with pytest.raises(RolloutError, match="brought nothing"):
         setup.send(left_out=of_tower)
@@ -154,14 +185,19 @@ def test_engines_compute_what_the_trainer_does_before_and_after_updates(setup: S
     setup.change(of_tower)
     assert setup.difference(again) > 100 * LOG_PROB_TOLERANCE
     setup.send()
-    assert setup.difference(setup.engines.sample(setup.requests(2), max_new_tokens=12)) < LOG_PROB_TOLERANCE
+    assert (
+        setup.difference(setup.engines.sample(setup.requests(2), max_new_tokens=12))
+        < LOG_PROB_TOLERANCE
+    )
 
 
 def test_a_frozen_tower_is_not_sent_and_stays(setup: Setup) -> None:
     setup.send()
     names = {name for name, _ in setup.trainer.named_weights()}
     frozen = trainer_of(setup.path)
-    assert {name for name, _ in frozen.named_weights()} == {name for name in names if not of_tower(name)}
+    assert {name for name, _ in frozen.named_weights()} == {
+        name for name in names if not of_tower(name)
+    }
     assert frozen.weights_metadata().keys() == {name for name, _ in frozen.named_weights()}
     # Colocated engines get it again, because their sleep drops it.
     assert {name for name, _ in frozen.named_weights(frozen_tower=True)} == names
@@ -169,7 +205,10 @@ def test_a_frozen_tower_is_not_sent_and_stays(setup: Setup) -> None:
     setup.engines.call("freeze_vision", True)
     setup.change(lambda name: not of_tower(name))
     setup.send(left_out=of_tower)
-    assert setup.difference(setup.engines.sample(setup.requests(3), max_new_tokens=12)) < LOG_PROB_TOLERANCE
+    assert (
+        setup.difference(setup.engines.sample(setup.requests(3), max_new_tokens=12))
+        < LOG_PROB_TOLERANCE
+    )
     with pytest.raises(RolloutError, match="brought nothing"):
         setup.send(left_out=lambda name: of_tower(name) or "layers.0" in name)
     setup.engines.call("freeze_vision", False)
@@ -180,12 +219,16 @@ def test_a_sampled_placeholder_is_a_token(setup: Setup) -> None:
     placeholders = load_placeholders(str(setup.path))
     assert placeholders is not None
     requests = setup.requests(4)
-    found = setup.engines.sample(requests, max_new_tokens=9, logit_bias={placeholders.id: 8.0})
+    found = setup.engines.sample(
+        requests, max_new_tokens=9, logit_bias={placeholders.id: 8.0}
+    )
     begun, names = [], ("input_ids", "rollout_log_probs", "weight_versions")
     for _, row in rows_of(found):
         begun.append(Response(*(row[name][row["loss_mask"]] for name in names)))
     assert sum(int(np.sum(each.ids == placeholders.id)) for each in begun) > 20
-    continued = [replace(request, begun=each) for request, each in zip(requests, begun, strict=True)]
+    continued = [
+        replace(request, begun=each) for request, each in zip(requests, begun, strict=True)
+    ]
     after = setup.engines.sample(continued, max_new_tokens=20)
     assert setup.difference(after, behind=9) < LOG_PROB_TOLERANCE
 
@@ -193,23 +236,37 @@ def test_a_sampled_placeholder_is_a_token(setup: Setup) -> None:
 def test_every_turn_sees_the_images_of_its_observations(setup: Setup) -> None:
     """The prompt has an image, the opening another, the answers to the first two turns have two and one."""
     setup.send()
-    placeholders, tokenizer = load_placeholders(str(setup.path)), AutoTokenizer.from_pretrained(setup.path)
+    placeholders, tokenizer = (
+        load_placeholders(str(setup.path)),
+        AutoTokenizer.from_pretrained(setup.path),
+    )
     assert placeholders is not None
-    chat = [{"role": "user", "content": [{"type": "text", "text": "look: "}, {"type": "image"}]}]
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "look: "}, {"type": "image"}]}
+    ]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     expanded, placed = placeholders.expand(ids, [image(0)], "a test")
-    placed = tuple(replace(each, image=replace(each.image, data=ray.put(each.image.data))) for each in placed)
+    placed = tuple(
+        replace(each, image=replace(each.image, data=ray.put(each.image.data)))
+        for each in placed
+    )
     start = EpisodeStart({"shown": pictures()}, chat, image_key="images")
     requests = [
-        SampleRequest("turns", n, expanded, sample_seed(0, 5, "turns", n), start, images=placed)
+        SampleRequest(
+            "turns", n, expanded, sample_seed(0, 5, "turns", n), start, images=placed
+        )
         for n in range(4)
     ]
     every = list(range(len(tokenizer)))  # a turn is one token
     found = setup.engines.sample(requests, max_new_tokens=250, stop_token_ids=every)
-    assert [(result.turns, result.environment.failure) for result, _ in found] == [(3, "")] * 4
+    assert [(result.turns, result.environment.failure) for result, _ in found] == [
+        (3, "")
+    ] * 4
     shown = [image(number).digest for number in (0, 0, 2, 0, 1)]
-    assert [[each.image.digest for each in result.images] for result, _ in found] == [shown] * 4
+    assert [[each.image.digest for each in result.images] for result, _ in found] == [
+        shown
+    ] * 4
     assert setup.difference(found) < LOG_PROB_TOLERANCE
 
 
@@ -220,6 +277,8 @@ def test_embeddings_go_to_placeholders_within_an_image() -> None:
     place = _place(ids, placed, token=9, tokens=4)
     assert (place.offset, place.length, place.get_num_embeds()) == (3, 5, 4)
     assert place.is_embed.tolist() == [True, True, False, True, True]
-    assert _place(ids, replace(placed, first=3, tokens=2), token=9, tokens=2).is_embed is None
+    assert (
+        _place(ids, replace(placed, first=3, tokens=2), token=9, tokens=2).is_embed is None
+    )
     with pytest.raises(DataError, match="640 x 480"):
         _place(ids, placed, token=9, tokens=5)

@@ -45,7 +45,8 @@ def part(url: Any) -> dict[str, Any]:
 def asks(*content: Any) -> dict[str, Any]:
     """A user's message. Numbers are images."""
     parts = [
-        {"type": "text", "text": each} if isinstance(each, str) else part(URLS[each]) for each in content
+        {"type": "text", "text": each} if isinstance(each, str) else part(URLS[each])
+        for each in content
     ]
     return {"role": "user", "content": parts}
 
@@ -53,10 +54,15 @@ def asks(*content: Any) -> dict[str, Any]:
 class Gateway:
     """A session at a gateway whose engine is the test."""
 
-    def __init__(self, model: Path, session: Session | None = None, pixels: tuple[int, int] = PIXELS) -> None:
+    def __init__(
+        self, model: Path, session: Session | None = None, pixels: tuple[int, int] = PIXELS
+    ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.renderer = Renderer(tokenizer, placeholders=load_placeholders(str(model)))
-        self.prompts, self.session = PromptRenderer(self.renderer), session or Session("s", max_turns=9)
+        self.prompts, self.session = (
+            PromptRenderer(self.renderer),
+            session or Session("s", max_turns=9),
+        )
         self.opened = OpenSession(self.session, None, 0, {}, 0, pixels)  # type: ignore[arg-type]
 
     def read(self, *messages: Any) -> tuple[Any, Response]:
@@ -71,7 +77,13 @@ class Gateway:
             said = {"role": "assistant", "content": answer}
             with self.session.sampling() as number:
                 node = self.session.add(
-                    asked, prompt.ids, sampled, number=number, message=said, text=answer, images=prompt.images
+                    asked,
+                    prompt.ids,
+                    sampled,
+                    number=number,
+                    message=said,
+                    text=answer,
+                    images=prompt.images,
                 )
         node.received = True
         return node, prompt
@@ -79,7 +91,9 @@ class Gateway:
     def rendered(self, *messages: Any, images: list[int]) -> Response:
         """The prompt of messages whose images are bare parts."""
         found = self.renderer.prompt_ids(list(messages), "a test")
-        whole, placed = self.renderer.expand(found, [IMAGES[number] for number in images], "a test")
+        whole, placed = self.renderer.expand(
+            found, [IMAGES[number] for number in images], "a test"
+        )
         return Response(whole, np.zeros(len(whole)), np.zeros(len(whole)), images=placed)
 
 
@@ -89,7 +103,10 @@ def gateway(vision_model: Callable[[str], Path]) -> Gateway:
 
 
 def bare(*content: str) -> dict[str, Any]:
-    parts = [{"type": "image"} if each == "I" else {"type": "text", "text": each} for each in content]
+    parts = [
+        {"type": "image"} if each == "I" else {"type": "text", "text": each}
+        for each in content
+    ]
     return {"role": "user", "content": parts}
 
 
@@ -102,12 +119,18 @@ def test_turns_extend_their_ids_and_images(gateway: Gateway) -> None:
     said = {"role": "assistant", "content": "one"}
     deeper, whole = gateway.turn("two", first, said, second)
     assert deeper.parent == node.number
-    expected = gateway.rendered(bare("which? ", "I"), said, bare("I", " or ", "this?"), images=[0, 1])
+    expected = gateway.rendered(
+        bare("which? ", "I"), said, bare("I", " or ", "this?"), images=[0, 1]
+    )
     assert (whole.ids.tolist(), whole.images) == (expected.ids.tolist(), expected.images)
     tool = {"role": "tool", "content": [part(URLS[2]), part(URLS[0])]}
-    last, whole = gateway.turn("three", first, said, second, {"role": "assistant", "content": "two"}, tool)
+    last, whole = gateway.turn(
+        "three", first, said, second, {"role": "assistant", "content": "two"}, tool
+    )
     assert last.parent == deeper.number
-    assert [placed.image for placed in whole.images] == [IMAGES[number] for number in (0, 1, 2, 0)]
+    assert [placed.image for placed in whole.images] == [
+        IMAGES[number] for number in (0, 1, 2, 0)
+    ]
     assert gateway.session.row_images == [whole.images]
     other, _ = gateway.turn("four", first, said, asks(2, " or ", "this?"))
     assert other.parent == node.number
@@ -119,7 +142,9 @@ def test_turns_extend_their_ids_and_images(gateway: Gateway) -> None:
 def test_images_of_one_size_are_told_apart(vision_model: Callable[[str], Path]) -> None:
     """Ids are equal: the history, the record and the rows' hashes are not."""
     one, other = (Pillow.new("RGB", (84, 56), color) for color in ("red", "blue"))
-    messages = [[{"role": "user", "content": [part(url_of(each))]}] for each in (one, other)]
+    messages = [
+        [{"role": "user", "content": [part(url_of(each))]}] for each in (one, other)
+    ]
     found = []
     for mine in messages:
         gateway = Gateway(vision_model("qwen2_5_vl"))
@@ -132,7 +157,9 @@ def test_images_of_one_size_are_told_apart(vision_model: Callable[[str], Path]) 
     assert gateway.read(*messages[1], said, asks("more"))[0].parent is None
     record = pickle.loads(pickle.dumps(gateway.session.snapshot()))
     for mine, replayed in ((messages[1], False), (messages[0], True)):
-        again = Gateway(vision_model("qwen2_5_vl"), Session("s", max_turns=9, record=record))
+        again = Gateway(
+            vision_model("qwen2_5_vl"), Session("s", max_turns=9, record=record)
+        )
         assert again.turn("a", *mine)[0].replayed is replayed
 
 
@@ -206,9 +233,13 @@ def test_a_record_s_images_come_back_as_they_were(gateway: Gateway) -> None:
     """What the agent passes on has the digest of the record's image, so that rows share the prompt."""
     prompt = [bare("I", " or ", "I", "?"), {"role": "user", "content": "more"}]
     data = [image.data for image in (IMAGES[0], IMAGES[1])]
-    record = with_urls({"chat": prompt, "images": ["a", "b"], "answer": 1}, "chat", "images", data)
+    record = with_urls(
+        {"chat": prompt, "images": ["a", "b"], "answer": 1}, "chat", "images", data
+    )
     assert json.loads(json.dumps(record)) == record and record["answer"] == 1
-    assert record["images"] == [part["image_url"]["url"] for part in record["chat"][0]["content"][::2]]
+    assert record["images"] == [
+        part["image_url"]["url"] for part in record["chat"][0]["content"][::2]
+    ]
     found = gateway.read(*record["chat"])[1]
     expected = gateway.rendered(*prompt, images=[0, 1])
     assert (found.ids.tolist(), found.images) == (expected.ids.tolist(), expected.images)
@@ -221,25 +252,40 @@ def test_a_record_s_images_come_back_as_they_were(gateway: Gateway) -> None:
 def shown(digests: list[int], start: int) -> tuple[PlacedImage, ...]:
     """Images of 3 tokens each behind a token at `start`."""
     return tuple(
-        PlacedImage(Image(digest, 28, 28, b"x"), start + 1 + 3 * n, 3) for n, digest in enumerate(digests)
+        PlacedImage(Image(digest, 28, 28, b"x"), start + 1 + 3 * n, 3)
+        for n, digest in enumerate(digests)
     )
 
 
 @given(
-    st.lists(st.tuples(st.integers(-1, 5), st.lists(st.integers(0, 2), max_size=2)), min_size=1, max_size=6)
+    st.lists(
+        st.tuples(st.integers(-1, 5), st.lists(st.integers(0, 2), max_size=2)),
+        min_size=1,
+        max_size=6,
+    )
 )
-def test_rows_of_any_tree_hold_the_images_of_their_paths(turns: list[tuple[int, list[int]]]) -> None:
+def test_rows_of_any_tree_hold_the_images_of_their_paths(
+    turns: list[tuple[int, list[int]]],
+) -> None:
     """Images have equal ids: keys alone tell which one a row shows. A record answers the same
     images alone.
     """
-    session, nodes, meanings = Session("s", max_turns=9), list[Node](), dict[int, list[int]]()
+    session, nodes, meanings = (
+        Session("s", max_turns=9),
+        list[Node](),
+        dict[int, list[int]](),
+    )
     for number, (place, chosen) in enumerate(turns):
         parent = nodes[place % number] if place >= 0 and number else None
         before, new = session.whole(parent), ids([7] + [9, 9, 9] * len(chosen))
         images = (*before.images, *shown(chosen, len(before.ids)))
         prompt = np.concatenate([before.ids, new])
         node = session.add(
-            SessionPrompt([], parent=parent), prompt, response([100 + number]), number=number, images=images
+            SessionPrompt([], parent=parent),
+            prompt,
+            response([100 + number]),
+            number=number,
+            images=images,
         )
         node.received = True
         assert session.whole(node).images == images
@@ -248,20 +294,27 @@ def test_rows_of_any_tree_hold_the_images_of_their_paths(turns: list[tuple[int, 
         meanings[number] = [*above, *keys(new, shown(chosen, 0)).tolist(), 100 + number]
     rows, images_of_rows = session.rows(), session.row_images
     found = [
-        keys(row["input_ids"], images).tolist() for row, images in zip(rows, images_of_rows, strict=True)
+        keys(row["input_ids"], images).tolist()
+        for row, images in zip(rows, images_of_rows, strict=True)
     ]
-    assert found[-len(session.leaves) :] == [meanings[leaf.number] for leaf in session.leaves]
+    assert found[-len(session.leaves) :] == [
+        meanings[leaf.number] for leaf in session.leaves
+    ]
     branches = branches_of(rows, session.prompt_tokens, images_of_rows)
     assert [branch.images for branch in branches] == images_of_rows[1:]
     again = Session("s", max_turns=9, record=pickle.loads(pickle.dumps(session.snapshot())))
     for node in nodes:
         whole = session.whole(node)
         asked = SessionPrompt(
-            [], parent=again.path(again.nodes[node.parent])[-1] if node.parent >= 0 else None
+            [],
+            parent=again.path(again.nodes[node.parent])[-1] if node.parent >= 0 else None,
         )
         prompt = whole.ids[:-1]
         if node.images:
-            others = (*whole.images[:-1], replace(whole.images[-1], image=Image(5, 28, 28, b"")))
+            others = (
+                *whole.images[:-1],
+                replace(whole.images[-1], image=Image(5, 28, 28, b"")),
+            )
             assert again.claim_recorded(asked, prompt, others) is None
         claimed = again.claim_recorded(asked, prompt, whole.images)
         assert claimed is not None and claimed.replayed

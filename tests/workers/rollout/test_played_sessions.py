@@ -24,17 +24,23 @@ def session_of(finish_reasons: Sequence[str] = ("stop", "stop")) -> Session:
     """Roots with answers `r0`, `r1`, ... of two tokens each."""
     session = Session("name", max_turns=len(finish_reasons))
     for number, reason in enumerate(finish_reasons):
-        response = Response(np.array([7, number]), np.array([-1.0, -2.0]), np.array([4, 4]), reason)
+        response = Response(
+            np.array([7, number]), np.array([-1.0, -2.0]), np.array([4, 4]), reason
+        )
         with session.sampling() as turn:
             asked = session.find([{"role": "user", "content": f"{number}?"}])
             said = {"role": "assistant", "content": str(number)}
             prompt = np.array([1, 2, number], np.int32)
-            node = session.add(asked, prompt, response, number=turn, message=said, name=f"r{number}")
+            node = session.add(
+                asked, prompt, response, number=turn, message=said, name=f"r{number}"
+            )
             node.received = True
     return session
 
 
-def play(session: Session, given: Score | None, failure: str = "", *, needs_reward: bool = True) -> Sample:
+def play(
+    session: Session, given: Score | None, failure: str = "", *, needs_reward: bool = True
+) -> Sample:
     return finish_session(REQUEST, session, given, failure, needs_reward=needs_reward)
 
 
@@ -47,7 +53,13 @@ def play(session: Session, given: Score | None, failure: str = "", *, needs_rewa
         (None, {"r0": 1.0, "r1": 0.0}, True, 0.5, [0.5, -0.5]),
         (PARTS, {"r0": 1.5}, True, 1.0, [0.5, -0.5]),
         (None, {}, False, 0.0, [0, 0]),
-        (None, {"r0": 1.0}, False, 0.5, [0.5, -0.5]),  # reward functions add theirs to both leaves
+        (
+            None,
+            {"r0": 1.0},
+            False,
+            0.5,
+            [0.5, -0.5],
+        ),  # reward functions add theirs to both leaves
         (PARTS, {}, False, 0.5, [0, 0]),
         (None, {}, True, None, [0, 0]),
         (None, {"r0": 1.0}, True, None, None),
@@ -71,7 +83,9 @@ def test_the_reward_is_the_mean_over_leaves_and_missing_where_nothing_gives_it(
     )
     assert offsets is None or [offset for _, offset, _ in score.credit] == offsets
     named = {"agent": 0.5} if given and not needs_reward else {}
-    assert (score.parts, score.answer) == ((given.parts | named, given.answer) if given else ({}, ""))
+    assert (score.parts, score.answer) == (
+        (given.parts | named, given.answer) if given else ({}, "")
+    )
     assert len(rows) == 3 and len(result.branches) == 2 and len(score.session) == 2
     assert result.messages[-1] == {"role": "assistant", "content": "1"}
 
@@ -81,12 +95,17 @@ def test_a_failure_keeps_the_turns_and_no_reward() -> None:
     session.reward(3.0)
     result, rows = play(session, None, "it raised ValueError")
     assert result.environment is not None
-    assert (result.environment.reward, result.environment.failure) == (0.0, "agent: it raised ValueError")
+    assert (result.environment.reward, result.environment.failure) == (
+        0.0,
+        "agent: it raised ValueError",
+    )
     assert sum(int(row["loss_mask"].sum()) for row in rows[1:]) == 4
 
 
 def test_a_limit_on_tokens_or_turns_is_the_finish_reason() -> None:
-    assert play(session_of(["length", "stop"]), PARTS)[0].finish_reason == "stop"  # the agent went on
+    assert (
+        play(session_of(["length", "stop"]), PARTS)[0].finish_reason == "stop"
+    )  # the agent went on
     assert play(session_of(["stop", "length"]), PARTS)[0].finish_reason == "length"
     session = session_of()
     with pytest.raises(EpisodeError), session.sampling():
@@ -122,6 +141,8 @@ def test_an_agent_that_dies_with_its_engine_has_not_failed() -> None:
 
     dying: Any = Dying()
     player = AgentPlayer(dying, RolloutConfig(), dying, dying, None, needs_reward=False)
-    request = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5, start=EpisodeStart({}, ""))
+    request = SampleRequest(
+        "uid", 1, np.arange(3, dtype=np.int32), seed=5, start=EpisodeStart({}, "")
+    )
     with pytest.raises(EngineDeadError):
         asyncio.run(player.play(request, SamplingConfig()))

@@ -28,7 +28,14 @@ from controller.engines.fleet import RestartBudget
 from tests.controller.engines.generation import generate
 from tests.hostile.draws import changed, damaged
 from tests.workers.rollout import agent_model, session_checks, stock_agents
-from tests.workers.rollout.hostile_requests import ABSENT, CASES, CHAT, MESSAGES, VALID, Hostile
+from tests.workers.rollout.hostile_requests import (
+    ABSENT,
+    CASES,
+    CHAT,
+    MESSAGES,
+    VALID,
+    Hostile,
+)
 from tests.workers.rollout.recorded_actor import RecordedActor
 from tests.workers.rollout.session_checks import Counts, Row
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
@@ -52,7 +59,9 @@ class Served:
             sampling=SAMPLING,
             agent=FUNCTION,
         )
-        self.pool = EnginePool(lambda *_: self._actor(model, config, agent), config, RestartBudget(0))
+        self.pool = EnginePool(
+            lambda *_: self._actor(model, config, agent), config, RestartBudget(0)
+        )
         self.pool.start()
         self.pool.wait_started()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -68,7 +77,10 @@ class Served:
         }
         actor = ray.remote(RecordedActor).options(num_cpus=1, max_concurrency=2000)
         return actor.remote(
-            ModelConfig(path=str(model)), config, environment=cloudpickle.dumps(agent), **options
+            ModelConfig(path=str(model)),
+            config,
+            environment=cloudpickle.dumps(agent),
+            **options,
         )
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -79,7 +91,11 @@ class Served:
         prompt = np.array(self.tokenizer("What?")["input_ids"], np.int32)
         requests = [
             SampleRequest(
-                name, number, prompt, 1000 + number, EpisodeStart({"client": name, "number": number}, "")
+                name,
+                number,
+                prompt,
+                1000 + number,
+                EpisodeStart({"client": name, "number": number}, ""),
             )
             for number, name in enumerate(clients)
         ]
@@ -89,7 +105,11 @@ class Served:
         for result, block in finished:
             rows = ray.get(block)
             found.append(
-                (result.uid, result, [rows.row(result.row + at) for at in range(1 + len(result.branches))])
+                (
+                    result.uid,
+                    result,
+                    [rows.row(result.row + at) for at in range(1 + len(result.branches))],
+                )
             )
         return found
 
@@ -105,7 +125,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    found = Served(agent_model.save(tmp_path_factory.mktemp("model") / "agent"), stock_agents.run)
+    found = Served(
+        agent_model.save(tmp_path_factory.mktemp("model") / "agent"), stock_agents.run
+    )
     yield found
     found.pool.stop()
 
@@ -129,7 +151,12 @@ def shown(served: Served, clients: list[str]) -> dict[str, Counts]:
         served.sampled(), [rows for _, _, rows in played], every.dropped
     )
     print(session_checks.table(by_client), f"orphans {orphans} doubles {doubles}", sep="\n")
-    assert (every.sessions, every.encoded_again, orphans, doubles) == (len(clients), 0, 0, 0)
+    assert (every.sessions, every.encoded_again, orphans, doubles) == (
+        len(clients),
+        0,
+        0,
+        0,
+    )
     assert every.difference <= TOLERANCE
     assert every.changed > 0.9 * every.turns, "the tokenizer is to be adversarial"
     return by_client
@@ -155,7 +182,9 @@ def test_64_sessions_of_clients_and_frameworks_are_what_the_engine_sampled(
         found = shown(served, (3 * names + 4 * stock)[:64])
     finally:
         served.pool.stop()
-    assert all(found[name].continued for name in names if name != "smolagents"), "it writes calls as text"
+    assert all(found[name].continued for name in names if name != "smolagents"), (
+        "it writes calls as text"
+    )
 
 
 SECRET = "the other session's secret"
@@ -167,7 +196,9 @@ class Party:
     def __init__(self, served: Served, name: str) -> None:
         self.served, self.name = served, name
         self.url, self.key = served.call("open_session", name)
-        self.client = httpx.Client(headers={"Authorization": f"Bearer {self.key}"}, timeout=30)
+        self.client = httpx.Client(
+            headers={"Authorization": f"Bearer {self.key}"}, timeout=30
+        )
         self.address = urlsplit(self.url)
 
     def post(self, route: str, body: bytes, **headers: str) -> httpx.Response:
@@ -177,7 +208,9 @@ class Party:
         """Send a request, and leave the connection open."""
         head = f"POST {self.address.path}{route} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.key}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
-        connection = socket.create_connection((str(self.address.hostname), int(self.address.port or 0)))
+        connection = socket.create_connection(
+            (str(self.address.hostname), int(self.address.port or 0))
+        )
         connection.sendall(head.encode() + body)
         return connection
 
@@ -205,8 +238,15 @@ def check_form(answer: httpx.Response, anthropic: bool) -> None:
     if anthropic:
         assert found["type"] == "error"
     error = found["error"]
-    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
-    assert not any(leak in answer.text for leak in ("Traceback", "site-packages", "/workers/", ", line "))
+    assert (
+        isinstance(error["message"], str)
+        and error["message"]
+        and isinstance(error["type"], str)
+    )
+    assert not any(
+        leak in answer.text
+        for leak in ("Traceback", "site-packages", "/workers/", ", line ")
+    )
 
 
 def wrong(answer: httpx.Response, case: Hostile) -> str:
@@ -230,12 +270,17 @@ def settled(served: Served, parties: list[Party]) -> dict[str, Counts]:
         found[party.name], mine = party.closed()
         rows += [mine] if mine else []
     every = sum(found.values(), Counts())
-    assert (every.encoded_again, *session_checks.against(served.sampled(), rows, every.dropped)) == (0, 0, 0)
+    assert (
+        every.encoded_again,
+        *session_checks.against(served.sampled(), rows, every.dropped),
+    ) == (0, 0, 0)
     assert every.difference <= TOLERANCE
     return found
 
 
-def test_hostile_requests_are_refused_in_their_apis_form_and_the_session_goes_on(served: Served) -> None:
+def test_hostile_requests_are_refused_in_their_apis_form_and_the_session_goes_on(
+    served: Served,
+) -> None:
     served.sampled()
     victim, party = Party(served, "victim"), Party(served, "hostile")
     victim.talk(SECRET)
@@ -268,14 +313,30 @@ def test_keys_open_their_own_session_alone(served: Served) -> None:
     served.sampled()
     mine, other = Party(served, "mine"), Party(served, "other")
     other.talk(SECRET)
-    keys: Any = ({}, {"Authorization": ""}, {"Authorization": f"Basic {mine.key}"}, {"x-api-key": b"\xff"})
+    keys: Any = (
+        {},
+        {"Authorization": ""},
+        {"Authorization": f"Basic {mine.key}"},
+        {"x-api-key": b"\xff"},
+    )
     body = json.dumps(VALID[CHAT]).encode()
-    for url in (other.url, other.url + "x", other.url.replace("other", "no-such"), mine.url + "/../other"):
+    for url in (
+        other.url,
+        other.url + "x",
+        other.url.replace("other", "no-such"),
+        mine.url + "/../other",
+    ):
         for headers in keys:
             for route in (CHAT, "", "/v1/models", "/reward"):
                 method = "POST" if route in (CHAT, "/reward") else "GET"
-                answer = mine.client.request(method, url + route, content=body, headers=headers)
-                assert answer.status_code in (401, 404) and SECRET not in answer.text, (url, headers, route)
+                answer = mine.client.request(
+                    method, url + route, content=body, headers=headers
+                )
+                assert answer.status_code in (401, 404) and SECRET not in answer.text, (
+                    url,
+                    headers,
+                    route,
+                )
                 check_form(answer, False)
     assert httpx.post(mine.url + CHAT, content=body).status_code == 401
     mine.talk("mine")
@@ -337,8 +398,12 @@ def bodies() -> st.SearchStrategy[tuple[str, bytes]]:
     def near(route: str) -> st.SearchStrategy[tuple[str, bytes]]:
         written = json.dumps(VALID[route]).encode()
         values = st.builds(json.loads, st.just(written)).flatmap(changed)
-        as_json = values.map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass"))
-        return st.tuples(st.just(route), st.one_of(as_json, as_json, as_json, damaged(written)))
+        as_json = values.map(
+            lambda value: json.dumps(value).encode("utf-8", "surrogatepass")
+        )
+        return st.tuples(
+            st.just(route), st.one_of(as_json, as_json, as_json, damaged(written))
+        )
 
     return st.sampled_from(list(VALID)).flatmap(near)
 
@@ -366,5 +431,7 @@ def test_drawn_bodies_get_an_answer_or_an_error_in_the_apis_form(served: Served)
 
 
 @pytest.mark.slow
-def test_many_drawn_bodies_get_an_answer_or_an_error_in_the_apis_form(served: Served) -> None:
+def test_many_drawn_bodies_get_an_answer_or_an_error_in_the_apis_form(
+    served: Served,
+) -> None:
     search(served, 3000)

@@ -23,9 +23,20 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout import stand_ins
 from tests.workers.rollout.engines import NO_ADAPTERS
-from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, without_gpus
+from tests.workers.rollout.stand_ins import (
+    BareReplica,
+    Communicator,
+    LocalReplica,
+    without_gpus,
+)
 from workers.batch.dataproto import DataProto
-from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
+from workers.config.roles import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from workers.engine.placement import BACKENDS
 from workers.engine.requests import SampleRequest
 from workers.engine.weights import weight_transfer
@@ -71,13 +82,17 @@ def processes() -> Iterator[RankPool]:
 def save_model(folder: Any, family: str, **overrides: object) -> str:
     """A model that vLLM takes on a CPU, with tied embeddings unless its family is one of UNTIED."""
     sizes = SIZES | ({"head_dim": 32} if "head_dim" in FAMILIES[family][1] else {})
-    sizes |= {name: 64 for name in FAMILIES[family][1] if name.endswith("intermediate_size")}
+    sizes |= {
+        name: 64 for name in FAMILIES[family][1] if name.endswith("intermediate_size")
+    }
     sizes |= LATENT_SIZES if "kv_lora_rank" in FAMILIES[family][1] else {}
     sizes |= {"tie_word_embeddings": family not in UNTIED}
     return save_tiny_model(folder, family, **(sizes | overrides))
 
 
-def build_policy(path: str, lora: LoraConfig = NO_ADAPTERS, dtype: str = "float32") -> TrainingEngine:
+def build_policy(
+    path: str, lora: LoraConfig = NO_ADAPTERS, dtype: str = "float32"
+) -> TrainingEngine:
     config = ModelConfig(path=path, dtype=dtype, lora=lora)
     return TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
 
@@ -147,7 +162,9 @@ def sending(
             placement,
             engines,
             lambda: (
-                (name, weight) for name, weight in policy.named_weights(torch.float32, keeper) if keep(name)
+                (name, weight)
+                for name, weight in policy.named_weights(torch.float32, keeper)
+                if keep(name)
             ),
             {name: weight for name, weight in metadata.items() if keep(name)},
             rank=dist.get_rank(),
@@ -168,15 +185,24 @@ def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
 def differences(policy: TrainingEngine, replica: LocalReplica) -> torch.Tensor:
     """Those of every sampled token, as `largest_difference`."""
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]
-    requests = [SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)]
+    prompts = [
+        rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)
+    ]
+    requests = [
+        SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)
+    ]
     rows = replica.rows(requests, SamplingConfig(max_new_tokens=24))
     assert len(rows) == len(prompts)
     sequences = DataProto.from_list(
-        [{name: torch.from_numpy(values.copy()) for name, values in row.items()} for row in rows]
+        [
+            {name: torch.from_numpy(values.copy()) for name, values in row.items()}
+            for row in rows
+        ]
     )
     log_probs, _ = policy.log_probs(sequences, [(0, len(rows))])
-    return (log_probs - sequences.tokens["rollout_log_probs"]).abs()[sequences.tokens["loss_mask"]]
+    return (log_probs - sequences.tokens["rollout_log_probs"]).abs()[
+        sequences.tokens["loss_mask"]
+    ]
 
 
 def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
@@ -206,7 +232,12 @@ def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
 
 
 def check_transfer(
-    processes: RankPool, folder: Any, family: str, placement: str, lora: int = 0, **sizes: Any
+    processes: RankPool,
+    folder: Any,
+    family: str,
+    placement: str,
+    lora: int = 0,
+    **sizes: Any,
 ) -> None:
     path = save_model(folder, family, **sizes)
     (found,) = processes.run(transfer, 1, path, placement, lora)
@@ -221,11 +252,21 @@ def check_transfer(
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("family", "placement"), BY_DEFAULT)
-def test_what_the_policy_learned_is_what_the_engine_samples_with(processes, tmp_path, family, placement):
+def test_what_the_policy_learned_is_what_the_engine_samples_with(
+    processes, tmp_path, family, placement
+):
     check_transfer(processes, tmp_path / "model", family, placement)
 
 
-PUBLISHED = ["ERNIE 4.5 MoE", "GLM 4.7 Flash", "Gemma 3 4B", "Gemma 4", "LFM2.5", "MiniMax M2", "gpt-oss"]
+PUBLISHED = [
+    "ERNIE 4.5 MoE",
+    "GLM 4.7 Flash",
+    "Gemma 3 4B",
+    "Gemma 4",
+    "LFM2.5",
+    "MiniMax M2",
+    "gpt-oss",
+]
 
 
 def sample_published(name: str, folder: Path) -> Outcome:
@@ -233,12 +274,18 @@ def sample_published(name: str, folder: Path) -> Outcome:
     from tests.benchmarks.families import whole  # which imports this module
 
     problem = whole.build_published(published()[name], folder)
-    return Outcome("not built", reason=problem) if problem else whole.sample_published(folder, "float32")
+    return (
+        Outcome("not built", reason=problem)
+        if problem
+        else whole.sample_published(folder, "float32")
+    )
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_engine_takes_the_updates_of_a_model_as_it_is_published(processes, tmp_path, name):
+def test_an_engine_takes_the_updates_of_a_model_as_it_is_published(
+    processes, tmp_path, name
+):
     """Only here has vLLM's model the layers and names of a published configuration."""
     (outcome,) = processes.run(sample_published, 1, name, tmp_path / "model")
     assert outcome.verdict == "exact", outcome
@@ -246,7 +293,9 @@ def test_an_engine_takes_the_updates_of_a_model_as_it_is_published(processes, tm
 
 EXPERTS = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 OTHERS = [
-    *itertools.product(["qwen3", "llama", "mistral", "gemma", "gemma3"], ["apart", "colocated"]),
+    *itertools.product(
+        ["qwen3", "llama", "mistral", "gemma", "gemma3"], ["apart", "colocated"]
+    ),
     *itertools.product(EXPERTS, ["apart", "colocated", "shared_memory"]),
 ]
 
@@ -270,7 +319,9 @@ def test_streams_wait_for_weights_that_another_stream_makes(processes, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "placement"), [case for case in OTHERS if case not in BY_DEFAULT])
+@pytest.mark.parametrize(
+    ("family", "placement"), [case for case in OTHERS if case not in BY_DEFAULT]
+)
 def test_every_family_takes_what_it_is_sent(processes, tmp_path, family, placement):
     check_transfer(processes, tmp_path / "model", family, placement)
 
@@ -300,24 +351,33 @@ BOTH = "experts.gate_up_proj,experts.down_proj"
 @pytest.mark.parametrize(
     ("family", "parameters"), [("qwen2_moe", ""), ("qwen3_moe", BOTH), ("gpt_oss", BOTH)]
 )
-def test_adapters_of_a_mixture_of_experts_arrive_as_they_are(processes, tmp_path, family, parameters):
+def test_adapters_of_a_mixture_of_experts_arrive_as_they_are(
+    processes, tmp_path, family, parameters
+):
     """vLLM's kernel for experts in an engine with adapters is of GPUs alone."""
     path = save_model(tmp_path / "model", family)
     (difference,) = processes.run(send_adapters, 1, path, parameters)
     assert difference["changed"] > 0.05, "the comparison cannot tell new adapters from none"
-    assert difference["sent"] < 2 * LOG_PROB_TOLERANCE  # more products than with merged weights
+    assert (
+        difference["sent"] < 2 * LOG_PROB_TOLERANCE
+    )  # more products than with merged weights
 
 
 @pytest.mark.slow
 def test_an_output_layer_of_its_own_arrives(processes, tmp_path):
-    check_transfer(processes, tmp_path / "model", "mixtral", "colocated", tie_word_embeddings=False)
+    check_transfer(
+        processes, tmp_path / "model", "mixtral", "colocated", tie_word_embeddings=False
+    )
 
 
 def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
     """What an update without some weights raises, and the difference of log-probs after a complete one."""
     policy, replica = build_policy(path), start_replica(path, placement)
     left = Communicator(1), lambda name: not name.endswith(left_out)
-    with pytest.raises(RolloutError) as raised, sending(policy, [replica], placement, *left) as send:
+    with (
+        pytest.raises(RolloutError) as raised,
+        sending(policy, [replica], placement, *left) as send,
+    ):
         send(1)
     difference = 0.0
     if placement == "apart":  # it lives
@@ -340,7 +400,12 @@ def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
             "a part of model.layers.1.self_attn.qkv_proj.weight",
         ),
         ("qwen2", "colocated", "lm_head.weight", "lm_head.weight"),
-        ("mixtral", "apart", "layers.0.block_sparse_moe.experts.2.w3.weight", "routed_experts.w13_weight"),
+        (
+            "mixtral",
+            "apart",
+            "layers.0.block_sparse_moe.experts.2.w3.weight",
+            "routed_experts.w13_weight",
+        ),
         ("gpt_oss", "colocated", "layers.1.self_attn.sinks", "model.layers.1.attn.sinks"),
     ],
 )
@@ -368,10 +433,15 @@ def send_from_ranks(path: str, placement: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("placement", ["apart", "colocated"])
-def test_several_ranks_send_what_is_in_the_files_to_every_replica(processes, tmp_path, placement):
+def test_several_ranks_send_what_is_in_the_files_to_every_replica(
+    processes, tmp_path, placement
+):
     path = save_model(tmp_path / "model", "mixtral", tie_word_embeddings=False)
     first, second = processes.run(send_from_ranks, 2, path, placement)
-    files = {name: weight.float() for name, weight in load_file(f"{path}/model.safetensors").items()}
+    files = {
+        name: weight.float()
+        for name, weight in load_file(f"{path}/model.safetensors").items()
+    }
     for heard, loaded in zip(first["heard"], first["loaded"], strict=True):
         assert (heard[0], heard[-1]) == ("begin", 7)
         assert loaded.keys() == files.keys()
@@ -403,7 +473,9 @@ def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
         "left": type(left),
         "aborted": communicator.aborted,
         "differences": [
-            name for name, weight in current.items() if not torch.equal(weight, survivor.loaded[name])
+            name
+            for name, weight in current.items()
+            if not torch.equal(weight, survivor.loaded[name])
         ],
         "version": survivor.heard[-1],
     }
@@ -417,7 +489,9 @@ def test_an_engine_that_dies_in_a_transfer_ends_it_and_the_others_join_the_next(
     (result,) = processes.run(send_to_a_dying_replica, 1, path, placement)
     assert result["lost"] == [1]
     assert result["differences"] == [] and result["version"] == 2
-    assert result["versions"] == ([] if placement == "apart" else [1])  # each reads memory by itself
+    assert result["versions"] == (
+        [] if placement == "apart" else [1]
+    )  # each reads memory by itself
     if placement == "apart":
         assert result["left"] is TimeoutError  # nothing but its own abort ends its wait
         assert result["aborted"] == {0, 1}

@@ -25,9 +25,13 @@ ID = {chr(i + 31): i for i in range(2, 96)}  # a token a character, '!' to '~'
 def save_model(folder: Path, seed: int = 0) -> Path:
     """Write random weights and the tokenizer as a Hugging Face folder."""
     random_model(seed).save_pretrained(folder)
-    characters = ID | {f"word{i}": i for i in range(96, VOCABULARY)}  # the words are never encoded
+    characters = ID | {
+        f"word{i}": i for i in range(96, VOCABULARY)
+    }  # the words are never encoded
     tokenizer = Tokenizer(models.BPE({"<pad>": 0, "<eos>": EOS} | characters, merges=[]))
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"
+    )
     found.chat_template = REWRITES
     found.save_pretrained(folder)
     return folder
@@ -53,7 +57,9 @@ def random_model(seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).eval()
 
 
-def log_probs(model: Qwen2ForCausalLM, input_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def log_probs(
+    model: Qwen2ForCausalLM, input_ids: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
     """log p(token t | tokens before it), float32 [tokens]; 0 for the first."""
     ids = torch.from_numpy(input_ids.astype(np.int64))
     with torch.no_grad():
@@ -63,13 +69,18 @@ def log_probs(model: Qwen2ForCausalLM, input_ids: np.ndarray, temperature: float
 
 
 def log_probs_behind(
-    kept: Qwen2ForCausalLM, model: Qwen2ForCausalLM, input_ids: np.ndarray, sampled: np.ndarray
+    kept: Qwen2ForCausalLM,
+    model: Qwen2ForCausalLM,
+    input_ids: np.ndarray,
+    sampled: np.ndarray,
 ) -> np.ndarray:
     """log p of the tokens at `sampled`, one after another, behind keys and values of another model."""
     ids, begin = torch.from_numpy(input_ids.astype(np.int64))[None], int(sampled[0])
     with torch.no_grad():
         cache = kept(ids[:, : begin - 1], use_cache=True).past_key_values
-        logits = model(ids[:, begin - 1 : int(sampled[-1])], past_key_values=cache).logits[0]
+        logits = model(ids[:, begin - 1 : int(sampled[-1])], past_key_values=cache).logits[
+            0
+        ]
     picked = logits.log_softmax(-1).gather(1, ids[0, sampled, None])[:, 0]
     return picked.numpy().astype(np.float32)
 
@@ -85,7 +96,12 @@ class Echo:
 
     def step(self, response: str) -> Observation:
         self.turns += 1
-        return Observation(f"<{response[:1]}>", reward=0.5, done=self.turns == 2, parts={"turn": self.turns})
+        return Observation(
+            f"<{response[:1]}>",
+            reward=0.5,
+            done=self.turns == 2,
+            parts={"turn": self.turns},
+        )
 
 
 class Zoom:
@@ -95,12 +111,17 @@ class Zoom:
         self.shown, self.turns = record["shown"], 0
         if record["images"][0].size != self.shown[0].size:
             raise ValueError("the record lacks its prompt's image")
-        return [{"role": "user", "content": [{"type": "text", "text": "and "}, self.part(0)]}]
+        return [
+            {"role": "user", "content": [{"type": "text", "text": "and "}, self.part(0)]}
+        ]
 
     def part(self, number: int) -> dict[str, Any]:
         return {"type": "image", "image": self.shown[number]}
 
     def step(self, response: str) -> Observation:
-        parts = [{"type": "text", "text": "closer:"}, self.part(1)], [self.part(2), self.part(0)]
+        parts = (
+            [{"type": "text", "text": "closer:"}, self.part(1)],
+            [self.part(2), self.part(0)],
+        )
         self.turns += 1
         return Observation([{"role": "user", "content": parts[self.turns % 2]}], reward=1.0)

@@ -4,7 +4,16 @@ import subprocess
 
 import pytest
 
-TRIAL = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--ro-bind", "/", "/", "true"]
+TRIAL = [
+    "bwrap",
+    "--unshare-all",
+    "--unshare-user",
+    "--disable-userns",
+    "--ro-bind",
+    "/",
+    "/",
+    "true",
+]
 
 
 def bubblewrap_starts() -> bool:

@@ -47,7 +47,17 @@ def run(arguments: list[str]) -> None:
 
 def hold_namespaces(container: Path, source: str, target: str) -> None:
     ready = container / "ready"
-    shell = ["sh", "-c", HOLD, "sh", source, target, sys.executable, LOOPBACK_UP, str(ready)]
+    shell = [
+        "sh",
+        "-c",
+        HOLD,
+        "sh",
+        source,
+        target,
+        sys.executable,
+        LOOPBACK_UP,
+        str(ready),
+    ]
     holder = subprocess.Popen(
         ["unshare", "-Urnmp", "--fork", "--kill-child", *shell],
         stdin=subprocess.DEVNULL,
@@ -69,9 +79,21 @@ def execute(arguments: list[str]) -> None:
     if (STATE / name / "namespaces").exists():
         _, inner = (STATE / name / "namespaces").read_text().split()
         folder = STATE / name / "files"
-        enter = ["nsenter", "-t", inner, "-U", "-n", "-m", "-p", "--preserve-credentials", f"--wd={folder}"]
+        enter = [
+            "nsenter",
+            "-t",
+            inner,
+            "-U",
+            "-n",
+            "-m",
+            "-p",
+            "--preserve-credentials",
+            f"--wd={folder}",
+        ]
         command = [*enter, *command]
-    code = subprocess.run(command, cwd=STATE / name / "files", env={"PATH": os.defpath}).returncode
+    code = subprocess.run(
+        command, cwd=STATE / name / "files", env={"PATH": os.defpath}
+    ).returncode
     raise SystemExit(128 - code if code < 0 else code)
 
 
@@ -80,7 +102,9 @@ def remove(arguments: list[str]) -> None:
         if not (STATE / name).exists():
             fail(NO_CONTAINER.format(name))
         if (STATE / name / "namespaces").exists():
-            os.kill(int((STATE / name / "namespaces").read_text().split()[0]), signal.SIGKILL)
+            os.kill(
+                int((STATE / name / "namespaces").read_text().split()[0]), signal.SIGKILL
+            )
         shutil.rmtree(STATE / name)
 
 

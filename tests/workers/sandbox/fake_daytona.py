@@ -38,7 +38,9 @@ class Api:
             return JSONResponse({"statusCode": 401, "message": "Invalid credentials"}, 401)
         name = request.path_params.get("name")
         if name and name not in self._machines.machines:
-            return JSONResponse({"statusCode": 404, "message": f"Sandbox {name} not found"}, 404)
+            return JSONResponse(
+                {"statusCode": 404, "message": f"Sandbox {name} not found"}, 404
+            )
         return None
 
     def _describe(self, request: Request, machine: Machine) -> dict[str, Any]:
@@ -75,7 +77,9 @@ class Api:
         if refusal := self._refusal(request):
             return refusal
         marks = json.loads(request.query_params["labels"])
-        items = [self._describe(request, machine) for machine in self._machines.with_marks(marks)]
+        items = [
+            self._describe(request, machine) for machine in self._machines.with_marks(marks)
+        ]
         return JSONResponse({"items": items, "nextCursor": None})
 
     async def delete(self, request: Request) -> Response:
@@ -89,7 +93,9 @@ class Api:
             return refusal
         asked = await request.json()
         machine = self._machines.machines[request.path_params["name"]]
-        code, output = await asyncio.to_thread(machine.run, ["bash", "-c", asked["command"]])
+        code, output = await asyncio.to_thread(
+            machine.run, ["bash", "-c", asked["command"]]
+        )
         return JSONResponse({"exitCode": code, "result": output.decode()})
 
     async def write(self, request: Request) -> Response:

@@ -57,15 +57,22 @@ class Api:
         if refusal := self._refusal(request):
             return refusal
         if asked["templateID"] == GONE:
-            return JSONResponse({"code": 404, "message": "template 'tests/gone' not found"}, 404)
+            return JSONResponse(
+                {"code": 404, "message": "template 'tests/gone' not found"}, 404
+            )
         name = self._machines.add(asked["metadata"], asked).name
-        sandbox = Sandbox(template_id=GONE, sandbox_id=name, client_id="1", envd_version=VERSION)
+        sandbox = Sandbox(
+            template_id=GONE, sandbox_id=name, client_id="1", envd_version=VERSION
+        )
         return JSONResponse(sandbox.to_dict(), 201)
 
     async def list_sandboxes(self, request: Request) -> Response:
         if refusal := self._refusal(request):
             return refusal
-        marks = {unquote(name): unquote(value) for name, value in parse_qsl(request.query_params["metadata"])}
+        marks = {
+            unquote(name): unquote(value)
+            for name, value in parse_qsl(request.query_params["metadata"])
+        }
         now = datetime.now(UTC)
         sizes = {"cpu_count": 2, "memory_mb": 512, "disk_size_mb": 1024}
         times = {"started_at": now, "end_at": now, "state": SandboxState.RUNNING}

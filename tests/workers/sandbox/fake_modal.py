@@ -53,7 +53,9 @@ def serve_machines(machines: Machines) -> Iterator[int]:
 
 
 def make_token() -> str:
-    payload = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 3600}).encode()).decode()
+    payload = base64.urlsafe_b64encode(
+        json.dumps({"exp": time.time() + 3600}).encode()
+    ).decode()
     return f"x.{payload}.x"
 
 
@@ -70,7 +72,9 @@ class Api(ModalClientBase):
     async def ClientHello(self, stream: Any) -> None:
         await stream.recv_message()
         self._check_key(stream)
-        await stream.send_message(api_pb2.ClientHelloResponse(image_builder_version=BUILDER))
+        await stream.send_message(
+            api_pb2.ClientHelloResponse(image_builder_version=BUILDER)
+        )
 
     async def AuthTokenGet(self, stream: Any) -> None:
         await stream.recv_message()
@@ -80,7 +84,9 @@ class Api(ModalClientBase):
         await stream.recv_message()
         settings = api_pb2.EnvironmentSettings(image_builder_version=BUILDER)
         metadata = api_pb2.EnvironmentMetadata(name="main", settings=settings)
-        answer = api_pb2.EnvironmentGetOrCreateResponse(environment_id="en-1", metadata=metadata)
+        answer = api_pb2.EnvironmentGetOrCreateResponse(
+            environment_id="en-1", metadata=metadata
+        )
         await stream.send_message(answer)
 
     async def AppGetOrCreate(self, stream: Any) -> None:
@@ -97,26 +103,36 @@ class Api(ModalClientBase):
         if GONE in first:
             failure = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
             result = api_pb2.GenericResult(status=failure, exception=f"{GONE}: not found")
-        await stream.send_message(api_pb2.ImageGetOrCreateResponse(image_id=image, result=result))
+        await stream.send_message(
+            api_pb2.ImageGetOrCreateResponse(image_id=image, result=result)
+        )
 
     async def SandboxCreateV2(self, stream: Any) -> None:
         request = await stream.recv_message()
         marks = {tag.tag_name: tag.tag_value for tag in request.tags}
-        machine = self._machines.add(marks, (request, self._images[request.definition.image_id]))
-        answer = api_pb2.SandboxCreateV2Response(sandbox_id=f"sb-{machine.name}V", task_id=machine.name)
+        machine = self._machines.add(
+            marks, (request, self._images[request.definition.image_id])
+        )
+        answer = api_pb2.SandboxCreateV2Response(
+            sandbox_id=f"sb-{machine.name}V", task_id=machine.name
+        )
         await stream.send_message(answer)
 
     async def SandboxGetCommandRouterAccess(self, stream: Any) -> None:
         await stream.recv_message()
         url = f"http://127.0.0.1:{self.port}"
-        await stream.send_message(api_pb2.SandboxGetCommandRouterAccessResponse(url=url, jwt=make_token()))
+        await stream.send_message(
+            api_pb2.SandboxGetCommandRouterAccessResponse(url=url, jwt=make_token())
+        )
 
     async def SandboxListV2(self, stream: Any) -> None:
         request = await stream.recv_message()
         marks = {tag.tag_name: tag.tag_value for tag in request.tags}
         listed = [] if request.before_timestamp else self._machines.with_marks(marks)
         sandboxes = [
-            api_pb2.SandboxInfo(id=f"sb-{machine.name}V", created_at=1.0, app_id=request.app_id)
+            api_pb2.SandboxInfo(
+                id=f"sb-{machine.name}V", created_at=1.0, app_id=request.app_id
+            )
             for machine in listed
         ]
         await stream.send_message(api_pb2.SandboxListResponse(sandboxes=sandboxes))
@@ -124,7 +140,10 @@ class Api(ModalClientBase):
     async def SandboxTagsGetV2(self, stream: Any) -> None:
         request = await stream.recv_message()
         marks = self._machines.machines[name_of(request.sandbox_id)].marks
-        tags = [api_pb2.SandboxTag(tag_name=name, tag_value=value) for name, value in marks.items()]
+        tags = [
+            api_pb2.SandboxTag(tag_name=name, tag_value=value)
+            for name, value in marks.items()
+        ]
         await stream.send_message(api_pb2.SandboxTagsGetResponse(tags=tags))
 
     async def SandboxTerminateV2(self, stream: Any) -> None:
@@ -164,7 +183,9 @@ class Router(TaskCommandRouterBase):
     async def TaskExecStdioRead(self, stream: Any) -> None:
         request = await stream.recv_message()
         process = self._processes[request.exec_id]
-        errors = request.file_descriptor == router_pb2.TASK_EXEC_STDIO_FILE_DESCRIPTOR_STDERR
+        errors = (
+            request.file_descriptor == router_pb2.TASK_EXEC_STDIO_FILE_DESCRIPTOR_STDERR
+        )
         pipe = process.stderr if errors else process.stdout
         assert pipe is not None
         while part := await pipe.read(65_536):

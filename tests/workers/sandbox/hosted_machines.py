@@ -24,7 +24,9 @@ class Machine:
     marks: dict[str, str]
     asked: Any
 
-    def run(self, command: list[str], variables: dict[str, str] | None = None) -> tuple[int, bytes]:
+    def run(
+        self, command: list[str], variables: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
         result = subprocess.run(
             command,
             cwd=self.folder,
@@ -50,12 +52,18 @@ class Machines:
         return self.machines[name]
 
     def with_marks(self, marks: dict[str, str]) -> list[Machine]:
-        return [machine for machine in self.machines.values() if marks.items() <= machine.marks.items()]
+        return [
+            machine
+            for machine in self.machines.values()
+            if marks.items() <= machine.marks.items()
+        ]
 
 
 def serve(application: Any) -> Iterator[int]:
     """Serve an ASGI application until the generator is closed. Yields its port."""
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(application, port=0, log_level="error", lifespan="off")
+    )
     sockets = [server.config.bind_socket()]
     thread = Thread(target=lambda: asyncio.run(server.serve(sockets)), daemon=True)
     thread.start()

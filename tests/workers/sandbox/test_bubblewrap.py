@@ -86,7 +86,9 @@ def test_files_and_processes_stay_until_the_end(box: BubblewrapSandbox) -> None:
 @pytest.mark.parametrize(
     "content", [b"", bytes(range(256)), os.urandom(2**20) * 20], ids=["no", "few", "many"]
 )
-def test_a_file_comes_back_as_it_was_written(shared_box: BubblewrapSandbox, content: bytes) -> None:
+def test_a_file_comes_back_as_it_was_written(
+    shared_box: BubblewrapSandbox, content: bytes
+) -> None:
     shared_box.write("deep/er/file", content)
     assert shared_box.read("/box/deep/er/file") == content
     shared_box.write("/tests/test.sh", content)
@@ -125,7 +127,10 @@ def test_a_full_disk_refuses_writes_and_the_sandbox_goes_on(box: BubblewrapSandb
 def listeners() -> Iterator[list[tuple[int, Any]]]:
     """Servers of this machine: TCP on loopback, and a socket without a file."""
     name = f"\0ballast-{os.getpid()}"
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as local:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
         local.bind(name)
         local.listen()
         yield [(socket.AF_INET, tcp.getsockname()), (socket.AF_UNIX, name)]
@@ -138,8 +143,13 @@ def test_the_network_is_not_reachable(
     for family, address in listeners:
         with socket.socket(family) as reachable:
             reachable.connect(address)
-        result = run_python(shared_box, f"import socket\nsocket.socket({int(family)}).connect({address!r})")
-        assert result.text.splitlines()[-1].split(":")[0] in ("PermissionError", "ConnectionRefusedError")
+        result = run_python(
+            shared_box, f"import socket\nsocket.socket({int(family)}).connect({address!r})"
+        )
+        assert result.text.splitlines()[-1].split(":")[0] in (
+            "PermissionError",
+            "ConnectionRefusedError",
+        )
     for attempt in (
         "socket.socket(40, 1)",
         "socket.socket(16, 3)",
@@ -191,27 +201,41 @@ def test_the_sandboxes_of_two_samples_do_not_see_each_other(interpreter: str) ->
         with BubblewrapSandbox(
             LIMITS, SandboxLabel("tests", str(number)), interpreter=interpreter
         ) as sandbox:
-            sandbox.run(f"sleep 100 & echo {number} > /tmp/mine; mkdir folder-{number}; sleep 0.2")
+            sandbox.run(
+                f"sleep 100 & echo {number} > /tmp/mine; mkdir folder-{number}; sleep 0.2"
+            )
             killed = sandbox.run("kill -9 -1; kill -0 1 && echo alive").text
             return sandbox.run("cat /tmp/mine; ls").text, killed
 
     with ThreadPoolExecutor(4) as threads:
         outcomes = list(threads.map(live, range(4)))
-    assert [text for text, _ in outcomes] == [f"{number}\nfolder-{number}\n" for number in range(4)]
+    assert [text for text, _ in outcomes] == [
+        f"{number}\nfolder-{number}\n" for number in range(4)
+    ]
 
 
 def test_no_variable_of_the_environment_is_seen(
     shared_box: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
-    assert run_python(shared_box, "import os\nprint(*sorted(os.environ))").text == "HOME LANG PATH PWD\n"
+    assert (
+        run_python(shared_box, "import os\nprint(*sorted(os.environ))").text
+        == "HOME LANG PATH PWD\n"
+    )
 
 
-CALLS = {"memfd_create": (319, 279), "shmget": (29, 194), "ptrace": (101, 117), "keyctl": (250, 219)}
+CALLS = {
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "ptrace": (101, 117),
+    "keyctl": (250, 219),
+}
 NEW_CALLS = {"io_uring_setup": 425, "memfd_secret": 447, "open_tree": 428}
 
 
-def test_calls_that_hold_memory_or_reach_into_the_kernel_are_refused(shared_box: BubblewrapSandbox) -> None:
+def test_calls_that_hold_memory_or_reach_into_the_kernel_are_refused(
+    shared_box: BubblewrapSandbox,
+) -> None:
     column = ["x86_64", "aarch64"].index(platform.machine())
     errors = {numbers[column]: 13 for numbers in CALLS.values()}
     errors |= dict.fromkeys(NEW_CALLS.values(), 38)
@@ -221,7 +245,9 @@ def test_calls_that_hold_memory_or_reach_into_the_kernel_are_refused(shared_box:
     assert run_python(shared_box, code).text.split() == list(map(str, errors.values()))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="another machine has no second table of calls")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="another machine has no second table of calls"
+)
 def test_the_32_bit_table_of_calls_ends_the_program(shared_box: BubblewrapSandbox) -> None:
     """`int 0x80` would go by numbers that the filter does not know."""
     code = """
@@ -240,11 +266,15 @@ def test_time_output_and_processes_are_limited(box: BubblewrapSandbox) -> None:
         assert result.timed_out and result.exit_code == 137
     assert len(result.output) == LIMITS.output_bytes and result.cut
     fork = "import os, time\nstarted = 1\ntry:\n    while True:\n        if not os.fork():\n            "
-    count = f"{fork}time.sleep(60)\n        started += 1\nexcept OSError:\n    print(started)"
+    count = (
+        f"{fork}time.sleep(60)\n        started += 1\nexcept OSError:\n    print(started)"
+    )
     assert run_python(box, count).text == f"{LIMITS.processes}\n"
     bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass"
     assert run_python(box, bomb, timeout_s=0.5).timed_out
-    assert box.run("echo on").text == "on\n", "a command that took too long takes all processes with it"
+    assert box.run("echo on").text == "on\n", (
+        "a command that took too long takes all processes with it"
+    )
 
 
 def test_the_memory_of_all_processes_together_is_limited(box: BubblewrapSandbox) -> None:
@@ -266,7 +296,9 @@ def test_a_sandbox_can_be_stopped_at_any_moment_of_its_start(interpreter: str) -
         sandbox.stop()
     children = psutil.Process().children(recursive=True)
     assert not [
-        child for child in children if child.name() == "bwrap" and str(LIMITS.disk_mib) in child.cmdline()
+        child
+        for child in children
+        if child.name() == "bwrap" and str(LIMITS.disk_mib) in child.cmdline()
     ]
 
 
@@ -306,7 +338,9 @@ with BubblewrapSandbox(SandboxLimits(), SandboxLabel("tests", "0"), interpreter=
 
 def test_a_killed_owner_leaves_nothing(interpreter: str) -> None:
     mark = f"98766.{os.getpid()}"
-    code = OWNER.format(interpreter=interpreter, command=DETACHED.format(mark=mark) + "; sleep 60")
+    code = OWNER.format(
+        interpreter=interpreter, command=DETACHED.format(mark=mark) + "; sleep 60"
+    )
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     until = time.monotonic() + 30
     while not remaining(mark):
@@ -331,18 +365,24 @@ FAKES = {
 
 
 @pytest.mark.parametrize("fake", FAKES.values(), ids=list(FAKES))
-def test_a_sandbox_that_does_not_hold_is_refused(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_does_not_hold_is_refused(
+    fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         program = Path(folder, "bwrap")
-        program.write_text(f"#!/bin/sh\n{fake.replace('BWRAP', str(shutil.which('bwrap')))}\n")
+        program.write_text(
+            f"#!/bin/sh\n{fake.replace('BWRAP', str(shutil.which('bwrap')))}\n"
+        )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         with pytest.raises(SandboxError, match=r"the sandbox (lets programs out|ended)"):
             find_interpreter.__wrapped__()
 
 
-def test_a_machine_without_a_sandbox_says_so(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_sandbox_says_so(
+    interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandbox = BubblewrapSandbox(LIMITS, LABEL, interpreter=interpreter)
     with monkeypatch.context() as node:
         node.setattr(platform, "machine", lambda: "riscv64")
@@ -353,7 +393,9 @@ def test_a_machine_without_a_sandbox_says_so(interpreter: str, monkeypatch: pyte
         sandbox.start()
 
 
-def test_commands_reach_the_gateway_alone(interpreter: str, listeners: list[tuple[int, Any]]) -> None:
+def test_commands_reach_the_gateway_alone(
+    interpreter: str, listeners: list[tuple[int, Any]]
+) -> None:
     (_, other), _ = listeners
     with socket.create_server(("127.0.0.1", 0)) as gateway:
         port = gateway.getsockname()[1]
@@ -369,7 +411,9 @@ def test_commands_reach_the_gateway_alone(interpreter: str, listeners: list[tupl
         with BubblewrapSandbox(LIMITS, LABEL, **options) as sandbox:
             ask = f"import socket\ns = socket.create_connection(('127.0.0.1', {port}))\ns.sendall(b'hello')\n"
             assert run_python(sandbox, ask + "print(s.recv(99))").text == "b'HELLO'\n"
-            refused = run_python(sandbox, f"import socket\nsocket.create_connection({other!r})")
+            refused = run_python(
+                sandbox, f"import socket\nsocket.create_connection({other!r})"
+            )
             assert "ConnectionRefusedError" in refused.text
             assert run_python(sandbox, "import socket\nsocket.socket(40, 1)").exit_code == 1
         server.join()
@@ -388,5 +432,7 @@ def test_it_holds_for_a_user_who_is_not_root() -> None:
     packages = Path(psutil.__file__).parents[1]
     user: dict[str, Any] = {"user": 12345, "group": 12345, "extra_groups": []}
     user["env"] = {"PYTHONPATH": f"{ROOT}:{packages}", "PATH": os.environ["PATH"]}
-    said = subprocess.run(["/usr/bin/python3", "-c", USER], cwd="/", capture_output=True, text=True, **user)
+    said = subprocess.run(
+        ["/usr/bin/python3", "-c", USER], cwd="/", capture_output=True, text=True, **user
+    )
     assert (said.stdout, said.returncode) == ("1000\n", 0), said.stderr

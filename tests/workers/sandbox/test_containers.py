@@ -37,11 +37,15 @@ from workers.user_code.environments import EnvironmentPool
 
 ROOT = Path(__file__).parents[3]
 CLIENT = Path(__file__).with_name("fake_container_client.py")
-LIMITS = SandboxLimits(cpus=0.5, memory_mib=256, processes=8, disk_mib=2, command_s=5, output_bytes=1000)
+LIMITS = SandboxLimits(
+    cpus=0.5, memory_mib=256, processes=8, disk_mib=2, command_s=5, output_bytes=1000
+)
 
 
 @pytest.fixture(params=["docker", "podman"])
-def program(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def program(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     state = tmp_path / "state"
     state.mkdir()
     client = tmp_path / "bin" / request.param
@@ -60,19 +64,35 @@ def containers() -> list[Path]:
 
 
 def make_box(program: str, **options: Any) -> ContainerSandbox:
-    return ContainerSandbox(LIMITS, own_label("7"), program=program, image="tests/image", **options)
+    return ContainerSandbox(
+        LIMITS, own_label("7"), program=program, image="tests/image", **options
+    )
 
 
 def test_commands_files_and_limits(program: str) -> None:
     with make_box(program) as box:
         (container,) = containers()
         given = json.loads((container / "arguments.json").read_text())
-        assert {"--cpus=0.5", "--memory=256m", "--memory-swap=256m", "--pids-limit=8"} <= set(given)
-        assert {"--network=none", f"--ulimit=fsize={2**21}", "--pull=never", "--rm", "--init"} <= set(given)
+        assert {
+            "--cpus=0.5",
+            "--memory=256m",
+            "--memory-swap=256m",
+            "--pids-limit=8",
+        } <= set(given)
+        assert {
+            "--network=none",
+            f"--ulimit=fsize={2**21}",
+            "--pull=never",
+            "--rm",
+            "--init",
+        } <= set(given)
         assert "--label=ballast.sample=7" in given and given[-2:] == ["-c", "sleep 86400"]
         result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
         assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
-        assert box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text == "/usr\nb c\n"
+        assert (
+            box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text
+            == "/usr\nb c\n"
+        )
         assert box.run(["nowhere"]).exit_code == 127
         long = box.run("head -c 5000 /dev/zero")
         assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
@@ -119,7 +139,9 @@ def test_a_lost_container_fails_its_sample(program: str) -> None:
     assert not containers()
 
 
-def test_two_samples_have_two_containers_and_a_failed_start_leaves_none(program: str) -> None:
+def test_two_samples_have_two_containers_and_a_failed_start_leaves_none(
+    program: str,
+) -> None:
     with make_box(program) as first, make_box(program) as second:
         first.write("a", b"1")
         assert second.run("ls").text == "" and len(containers()) == 2
@@ -219,7 +241,9 @@ def serve(word: bytes) -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.skipif(subprocess.run(["unshare", "-Urnmp", "true"]).returncode != 0, reason="needs unshare")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urnmp", "true"]).returncode != 0, reason="needs unshare"
+)
 def test_an_agent_reaches_the_gateway_and_nothing_else(program: str) -> None:
     """In namespaces as those of `--network=none`, the relay's program runs for real."""
     servers = [serve(b"gateway"), serve(b"another")]
@@ -239,9 +263,13 @@ def test_an_agent_reaches_the_gateway_and_nothing_else(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "problem"), [("tests/gone", "pull tests/gone"), ("", "names no image")], ids=["gone", "none"]
+    ("image", "problem"),
+    [("tests/gone", "pull tests/gone"), ("", "names no image")],
+    ids=["gone", "none"],
 )
-def test_a_missing_image_is_refused_before_the_run(program: str, image: str, problem: str) -> None:
+def test_a_missing_image_is_refused_before_the_run(
+    program: str, image: str, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_sandbox(SandboxConfig(kind=f"{program}:{image}"))
     check_sandbox(SandboxConfig(kind=f"{program}:tests/image"))

@@ -28,7 +28,9 @@ from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimi
 
 ROOT = Path(__file__).parents[3]
 KEY = f"e2b_{'0' * 40}"
-LIMITS = SandboxLimits(cpus=1, memory_mib=2048, disk_mib=2048, command_s=5, output_bytes=1000)
+LIMITS = SandboxLimits(
+    cpus=1, memory_mib=2048, disk_mib=2048, command_s=5, output_bytes=1000
+)
 ADDRESSES = {
     "modal": ("MODAL_SERVER_URL",),
     "daytona": ("DAYTONA_API_URL",),
@@ -43,7 +45,9 @@ def service(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def machines(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+def machines(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Machines]:
     machines = Machines(tmp_path, KEY)
     fake = import_module(f"tests.workers.sandbox.fake_{service}")
     server = fake.serve_machines(machines)
@@ -80,7 +84,10 @@ def check_modal_request(asked: Any) -> None:
 
 
 def check_daytona_request(asked: dict[str, Any]) -> None:
-    assert "FROM tests/image" in asked["buildInfo"]["dockerfileContent"] and asked["networkBlockAll"] is True
+    assert (
+        "FROM tests/image" in asked["buildInfo"]["dockerfileContent"]
+        and asked["networkBlockAll"] is True
+    )
     assert (asked["cpu"], asked["memory"], asked["disk"]) == (1, 2, 2)
     assert (asked["autoStopInterval"], asked["autoDeleteInterval"]) == (60, 0)
 
@@ -99,7 +106,10 @@ def test_commands_files_and_limits(service: str, machines: Machines) -> None:
         REQUESTS[service](machine.asked)
         result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
         assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
-        assert box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text == "/usr\nb c\n"
+        assert (
+            box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text
+            == "/usr\nb c\n"
+        )
         long = box.run("head -c 5000 /dev/zero")
         assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
         late = box.run("sleep 30", timeout_s=0.3)
@@ -139,7 +149,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_next_start_removes_what_a_killed_owner_left(service: str, machines: Machines) -> None:
+def test_the_next_start_removes_what_a_killed_owner_left(
+    service: str, machines: Machines
+) -> None:
     with make_box(service):  # of a run that lives
         code = OWNER_CODE.format(service=service)
         owner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ})
@@ -196,7 +208,9 @@ def test_labels_have_values_that_every_service_takes() -> None:
 
 
 @pytest.mark.parametrize("kind", SERVICES)
-def test_what_is_missing_is_named_before_the_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_before_the_run(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _check_kind.cache_clear()
     with pytest.raises(ConfigError, match="names no "):
         check_sandbox(SandboxConfig(kind=kind))

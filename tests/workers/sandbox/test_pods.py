@@ -52,7 +52,9 @@ class Cluster:
                 web.delete(pods + "/{name}", self.delete),
                 web.get(pods + "/{name}/exec", self.execute),
                 web.post(networks, self.create_policy),
-                web.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self.review),
+                web.post(
+                    "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self.review
+                ),
             ]
         )
         self._runner = web.AppRunner(application)
@@ -69,7 +71,10 @@ class Cluster:
         pod = await request.json()
         name = pod["metadata"]["name"]
         image = pod["spec"]["containers"][0]["image"]
-        pod["status"] = {"phase": "Failed" if image == "tests/gone" else "Pending", "message": "no image"}
+        pod["status"] = {
+            "phase": "Failed" if image == "tests/gone" else "Pending",
+            "message": "no image",
+        }
         self.pods[name] = pod
         (self.folder / name).mkdir()
         return web.json_response(pod, status=201)
@@ -77,11 +82,15 @@ class Cluster:
     async def list_pods(self, request: web.Request) -> web.Response:
         key = request.query["labelSelector"]
         pods = [pod for pod in self.pods.values() if key in pod["metadata"]["labels"]]
-        return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods})
+        return web.json_response(
+            {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods}
+        )
 
     def missing(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        return web.json_response({"message": f'pods "{name}" not found', "code": 404}, status=404)
+        return web.json_response(
+            {"message": f'pods "{name}" not found', "code": 404}, status=404
+        )
 
     async def read(self, request: web.Request) -> web.Response:
         pod = self.pods.get(request.match_info["name"])
@@ -144,7 +153,10 @@ def status_of(code: int) -> dict[str, Any]:
     if code == 0:
         return {"status": "Success"}
     message = str(128 - code if code < 0 else code)
-    return {"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": message}]}}
+    return {
+        "status": "Failure",
+        "details": {"causes": [{"reason": "ExitCode", "message": message}]},
+    }
 
 
 @pytest.fixture
@@ -163,7 +175,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     }
     file.write_text(json.dumps(named))
     monkeypatch.setenv("KUBECONFIG", str(file))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file)
+    )
     monkeypatch.setattr("workers.sandbox.pods.POLL_SECONDS", 0.01)
     for cached in (load_cluster, _check_kind):
         cached.cache_clear()
@@ -193,7 +207,10 @@ def test_commands_files_and_limits(cluster: Cluster) -> None:
         assert pod["metadata"]["labels"][NETWORK] == "off"
         result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
         assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
-        assert box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text == "/usr\nb c\n"
+        assert (
+            box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text
+            == "/usr\nb c\n"
+        )
         long = box.run("head -c 5000 /dev/zero")
         assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
         late = box.run("sleep 30", timeout_s=0.3)
@@ -213,7 +230,9 @@ def test_commands_files_and_limits(cluster: Cluster) -> None:
 def test_a_lost_pod_fails_its_sample(cluster: Cluster) -> None:
     with make_box() as box:
         name = next(iter(cluster.pods))
-        thread = Thread(target=lambda: (asyncio.run(asyncio.sleep(0.2)), cluster.pods.clear()))
+        thread = Thread(
+            target=lambda: (asyncio.run(asyncio.sleep(0.2)), cluster.pods.clear())
+        )
         thread.start()
         with pytest.raises(EpisodeError, match="the connection was cut"):
             box.run("sleep 0.5")
@@ -239,7 +258,9 @@ def test_the_next_start_removes_what_a_killed_owner_left(cluster: Cluster) -> No
     with make_box():  # of a run that lives
         owner = subprocess.run([sys.executable, "-c", OWNER_CODE], env={**os.environ})
         assert owner.returncode == -signal.SIGKILL and len(cluster.pods) == 2
-        cluster.pods["foreign"] = {"metadata": {"name": "foreign", "labels": {OWNER: "elsewhere_1_2"}}}
+        cluster.pods["foreign"] = {
+            "metadata": {"name": "foreign", "labels": {OWNER: "elsewhere_1_2"}}
+        }
         assert remove_left_over_sandboxes(SandboxConfig(kind="kubernetes:tests/image")) == 1
         assert len(cluster.pods) == 2, "a living run's, and another machine's"
 
@@ -257,7 +278,9 @@ def test_a_missing_right_image_or_cluster_is_refused(
     _check_kind.cache_clear()
     with pytest.raises(ConfigError, match="may not create pods exec in namespace rl"):
         check_sandbox(settings)
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", "/nowhere")
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", "/nowhere"
+    )
     load_cluster.cache_clear()
     with pytest.raises(ConfigError, match="no cluster is configured"):
         check_sandbox(settings)

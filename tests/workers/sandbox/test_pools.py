@@ -35,14 +35,18 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def make_pool(settings: SandboxConfig = SETTINGS) -> SandboxToolPool:
-    tools = cloudpickle.dumps({"add": add} | {name: getattr(sandbox_tools, name) for name in CALLS})
+    tools = cloudpickle.dumps(
+        {"add": add} | {name: getattr(sandbox_tools, name) for name in CALLS}
+    )
     return SandboxToolPool(tools, 20.0, sandbox=settings, max_calls=4, max_characters=40)
 
 
 def test_the_tools_of_a_sample_act_in_its_own_sandbox() -> None:
     async def play(pool: SandboxToolPool, number: int) -> list[str]:
         async with pool.episode(SCHEMAS) as environment:
-            await environment.step(Turn("", tool_calls=[call("write_file", path="a/b", content=f"{number}")]))
+            await environment.step(
+                Turn("", tool_calls=[call("write_file", path="a/b", content=f"{number}")])
+            )
             calls = [
                 call("shell", command="cat a/b; ls | wc -l; exit 3"),
                 call("read_file", path="missing"),
@@ -50,7 +54,9 @@ def test_the_tools_of_a_sample_act_in_its_own_sandbox() -> None:
                 call("add", a=number, b=1),
             ]
             observation = await environment.step(Turn("", tool_calls=calls))
-            long = await environment.step(Turn("", tool_calls=[call("shell", command="seq 1000")]))
+            long = await environment.step(
+                Turn("", tool_calls=[call("shell", command="seq 1000")])
+            )
             return [message["content"] for message in [*observation.text, *long.text]]  # type: ignore[list-item]
 
     async def play_two() -> list[list[str]]:
@@ -60,7 +66,9 @@ def test_the_tools_of_a_sample_act_in_its_own_sandbox() -> None:
         finally:
             await pool.stop()
 
-    for number, (shell, missing, wrong, added, long) in enumerate(asyncio.run(play_two()), start=1):
+    for number, (shell, missing, wrong, added, long) in enumerate(
+        asyncio.run(play_two()), start=1
+    ):
         assert shell == f"{number}1\n[exit code 3]"
         assert missing == "Error: /box/missing: No such file or directory"
         assert wrong.startswith("Error:") and "command" in wrong
@@ -73,7 +81,9 @@ def test_a_sandbox_that_is_lost_or_does_not_start_fails_the_sample() -> None:
         pool = make_pool()
         try:
             async with pool.episode(SCHEMAS) as environment:
-                step = environment.step(Turn("", tool_calls=[call("shell", command="sleep 4")]))
+                step = environment.step(
+                    Turn("", tool_calls=[call("shell", command="sleep 4")])
+                )
                 turn = asyncio.create_task(step)  # type: ignore[arg-type]
                 await asyncio.sleep(0.5)
                 for child in psutil.Process().children(recursive=True):
@@ -115,9 +125,13 @@ print(json.dumps({"reward": 0.5, "right": answer == b"SECRET", "seen": seen}))
 def play_agent(record: dict[str, Any], line: str, timeout_s: float = 20.0) -> Score | None:
     async def run(port: int) -> Score | None:
         base_url = f"http://127.0.0.1:{port}/s/a/v1"
-        pool = SandboxAgentPool(line, timeout_s, sandbox=SETTINGS, memory_gib=2.0, processes=32)
+        pool = SandboxAgentPool(
+            line, timeout_s, sandbox=SETTINGS, memory_gib=2.0, processes=32
+        )
         try:
-            return await pool.run(record, session_variables(base_url, base_url[:-3], "secret"))
+            return await pool.run(
+                record, session_variables(base_url, base_url[:-3], "secret")
+            )
         finally:
             await pool.stop()
 
@@ -150,7 +164,9 @@ def test_a_command_runs_in_a_sandbox_and_reaches_the_gateway(tmp_path: Path) -> 
         play_agent({"do": "hang"}, line, timeout_s=1.5)
 
 
-def test_an_environment_opens_the_sandbox_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_opens_the_sandbox_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("BALLAST_SANDBOX", raising=False)
     with pytest.raises(EpisodeError, match=r"rollout\.sandbox\.kind is not set"):
         open_run_sandbox()

@@ -90,7 +90,13 @@ class Gateway(BaseHTTPRequestHandler):
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "any", "choices": [choice]}
+        answer = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "any",
+            "choices": [choice],
+        }
         body = json.dumps(answer | {"usage": usage}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -111,8 +117,12 @@ def gateway() -> Iterator[ThreadingHTTPServer]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("name", ["curl", "openai_client", "openai_agents", "pydantic_ai", "smolagents"])
-def test_a_stock_agent_works_in_a_sandbox(name: str, gateway: ThreadingHTTPServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["curl", "openai_client", "openai_agents", "pydantic_ai", "smolagents"]
+)
+def test_a_stock_agent_works_in_a_sandbox(
+    name: str, gateway: ThreadingHTTPServer, tmp_path: Path
+) -> None:
     for folder in [tmp_path, *tmp_path.parents[:3]]:
         folder.chmod(0o755)
     (tmp_path / "agent.sh").write_text(CURL)
@@ -121,7 +131,10 @@ def test_a_stock_agent_works_in_a_sandbox(name: str, gateway: ThreadingHTTPServe
     if name == "curl":
         line = f"sh {tmp_path}/agent.sh"
     settings = SandboxConfig(
-        kind=f"bubblewrap:{PACKAGES}:{tmp_path}", memory_gib=4.0, processes=128, command_timeout_s=1.0
+        kind=f"bubblewrap:{PACKAGES}:{tmp_path}",
+        memory_gib=4.0,
+        processes=128,
+        command_timeout_s=1.0,
     )
 
     async def play() -> Score | None:
@@ -129,7 +142,8 @@ def test_a_stock_agent_works_in_a_sandbox(name: str, gateway: ThreadingHTTPServe
         base_url = f"http://127.0.0.1:{gateway.server_port}/v1"
         try:
             return await pool.run(
-                {"prompt": "What is 2 + 3?"}, session_variables(base_url, base_url[:-3], "secret")
+                {"prompt": "What is 2 + 3?"},
+                session_variables(base_url, base_url[:-3], "secret"),
             )
         finally:
             await pool.stop()

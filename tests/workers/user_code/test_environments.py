@@ -169,7 +169,10 @@ FAILURES = [
     ("nan", "the reward of an Observation must be a finite float32 number, not nan"),
     ("undecided", "the done of an Observation must be true or false, not 1."),
     ("bytes", "the text that step returns must be a string or chat messages, not b'x'."),
-    ("unprintable", "step raised TypeError: Object of type object is not JSON serializable"),
+    (
+        "unprintable",
+        "step raised TypeError: Object of type object is not JSON serializable",
+    ),
 ]
 
 
@@ -181,7 +184,14 @@ def test_every_way_to_fail_costs_that_episode_alone() -> None:
     for answers, (_, reason) in zip(failed, FAILURES, strict=True):
         assert answers[-1].startswith(reason) and len(answers[-1]) < 400
     assert [answers[1].text for answers in failed] == ["a1"] * len(FAILURES)
-    assert [observation.text for observation in good[1:]] == ["a1", "b2", "c3", "d4", "e5", "f6"]
+    assert [observation.text for observation in good[1:]] == [
+        "a1",
+        "b2",
+        "c3",
+        "d4",
+        "e5",
+        "f6",
+    ]
     assert sum(observation.reward for observation in good[1:]) == 3.0
 
 
@@ -274,7 +284,9 @@ async def play_words(pool: EnvironmentPool, log: Path, words: list[str]) -> None
             await (asyncio.sleep(1000) if word == "wait" else environment.step(word))
 
 
-async def play_and_end(pool: EnvironmentPool, log: Path, words: list[str], seen: str) -> None:
+async def play_and_end(
+    pool: EnvironmentPool, log: Path, words: list[str], seen: str
+) -> None:
     """seen: by the environment, before it closes."""
     playing = asyncio.create_task(play_words(pool, log, words))
     if log.name.startswith("cancelled"):
@@ -284,7 +296,9 @@ async def play_and_end(pool: EnvironmentPool, log: Path, words: list[str], seen:
 
 
 @pytest.mark.parametrize("environment", [Closing, ClosingLate])
-def test_an_environment_is_closed_once_however_its_episode_ends(environment: type, tmp_path: Path) -> None:
+def test_an_environment_is_closed_once_however_its_episode_ends(
+    environment: type, tmp_path: Path
+) -> None:
     pool = EnvironmentPool(cloudpickle.dumps(environment), timeout_s=1.5)
 
     async def play_all() -> list[Any]:
@@ -300,12 +314,18 @@ def test_an_environment_is_closed_once_however_its_episode_ends(environment: typ
     for (name, (words, log)), result in zip(ENDINGS.items(), results, strict=True):
         seen = (tmp_path / name).read_text()
         assert seen.replace("cancelled ", "") == log, name
-        assert ("cancelled" in seen) == (environment is ClosingLate and "hang" in words), name
+        assert ("cancelled" in seen) == (environment is ClosingLate and "hang" in words), (
+            name
+        )
         failure = asyncio.CancelledError if name.startswith("cancelled") else EpisodeError
-        assert isinstance(result, type(None) if name in ("finished", "limit") else failure), name
+        assert isinstance(
+            result, type(None) if name in ("finished", "limit") else failure
+        ), name
 
 
-def test_an_environment_that_fails_to_close_costs_no_sample(tmp_path: Path, capfd: Any) -> None:
+def test_an_environment_that_fails_to_close_costs_no_sample(
+    tmp_path: Path, capfd: Any
+) -> None:
     pool = pool_of(FailingToClose)
     good, failed = together(
         pool,
@@ -318,7 +338,9 @@ def test_an_environment_that_fails_to_close_costs_no_sample(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("word", ["go", "hang"])
-def test_an_environment_is_closed_when_the_process_of_its_engine_is_killed(word: str, tmp_path: Path) -> None:
+def test_an_environment_is_closed_when_the_process_of_its_engine_is_killed(
+    word: str, tmp_path: Path
+) -> None:
     """word: whether the environment waits for the policy or is busy."""
     log = tmp_path / "log"
     engine = os.fork()

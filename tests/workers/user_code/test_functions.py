@@ -26,16 +26,23 @@ def score(response):
 """
 
 
-def test_a_function_of_a_file_works_without_the_file_and_is_not_imported_here(tmp_path: Path) -> None:
+def test_a_function_of_a_file_works_without_the_file_and_is_not_imported_here(
+    tmp_path: Path,
+) -> None:
     before, file = set(sys.modules), tmp_path / "mine.py"
     file.write_text(
         "BONUS = 2\n\n\ndef score(response, *, scale=1):\n    return scale * (len(response) + BONUS)\n"
     )
     found = find_function("reward.function", f"{file}:score", timeout_s=20)
     file.unlink()
-    assert found.signature == Signature(("response", "scale"), ("response",), takes_all=False)
+    assert found.signature == Signature(
+        ("response", "scale"), ("response",), takes_all=False
+    )
     assert not [name for name in set(sys.modules) - before if name.endswith("mine")]
-    assert IsolatedFunction("reward.function", found, 20, scale=3, other=0)("abc", more=1) == 15
+    assert (
+        IsolatedFunction("reward.function", found, 20, scale=3, other=0)("abc", more=1)
+        == 15
+    )
 
 
 CALLED = """\
@@ -49,7 +56,9 @@ def called(how, numbers=(0,)):
 """
 
 
-def test_a_process_is_kept_until_its_function_fails_and_gives_plain_values(tmp_path: Path) -> None:
+def test_a_process_is_kept_until_its_function_fails_and_gives_plain_values(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text(CALLED)
     found = find_function("run.metrics", f"{tmp_path / 'mine.py'}:called", timeout_s=20)
     function = IsolatedFunction("run.metrics", found, 20, numbers=[1, 2, 3])
@@ -93,9 +102,7 @@ def test_a_function_may_hold_much(tmp_path: Path) -> None:
     assert try_rewards([function], {}, 30).reward == 2**24
 
 
-REQUIRES = (
-    "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
-)
+REQUIRES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +113,18 @@ REQUIRES = (
         ("import sys\nsys.exit(3)", "exit code 3"),
         ("import os\nos.kill(os.getpid(), 9)", "killed by SIGKILL"),
         (REQUIRES, "the following arguments are required: --rate"),
-        ("LOG = open(__file__ + '.log', 'w')\n\ndef read():\n    return LOG", "LOG (TextIOWrapper)"),
+        (
+            "LOG = open(__file__ + '.log', 'w')\n\ndef read():\n    return LOG",
+            "LOG (TextIOWrapper)",
+        ),
     ],
 )
-def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path, top: str, told: str) -> None:
-    (tmp_path / "mine.py").write_text(f"{top}\n\n\ndef score(response):\n    return read()\n")
+def test_an_import_that_fails_is_told_in_one_line(
+    tmp_path: Path, top: str, told: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"{top}\n\n\ndef score(response):\n    return read()\n"
+    )
     with refused(told):
         find_function("reward.function", f"{tmp_path / 'mine.py'}:score", timeout_s=20)
 

@@ -55,7 +55,10 @@ def test_a_process_that_hangs_is_killed_with_what_it_has_started(forked: bool) -
 
 def test_an_exit_is_told_with_its_code_and_a_fork_ends_alone() -> None:
     source = started()
-    for process, told in ((source.fork(), "ended its process"), (source, "ended its process (exit code 7)")):
+    for process, told in (
+        (source.fork(), "ended its process"),
+        (source, "ended its process (exit code 7)"),
+    ):
         process.send("exit")
         with refused(told, NoAnswerError):
             process.receive(60)
@@ -69,12 +72,16 @@ def test_process_and_fork_end_with_the_owner() -> None:
         "source = started(); fork = source.fork(); fork.send('go'); source.send('go')\n"
         "print(*fork.receive(60)[1:], *source.receive(60)[1:], flush=True); time.sleep(1000)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     owner.kill()
     owner.wait()
     assert len(children) == 4
-    *ended, started_by_source = children  # a source has no keeper, so what it has started goes on
+    *ended, started_by_source = (
+        children  # a source has no keeper, so what it has started goes on
+    )
     started_by_source.kill()
     assert living([child.pid for child in ended]) == []

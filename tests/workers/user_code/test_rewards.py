@@ -82,13 +82,18 @@ async def obey_in_time(response: str) -> object:
 
 
 def obey_all(responses: list[str], factor: list[float]) -> list[object]:
-    return [f * len(r) if r != "raise" else obey(r) for r, f in zip(responses, factor, strict=True)]
+    return [
+        f * len(r) if r != "raise" else obey(r)
+        for r, f in zip(responses, factor, strict=True)
+    ]
 
 
 def packed(
     *functions: Callable[..., object], columns: tuple[str, ...] = (), weight: float = 1.0
 ) -> list[RewardFunction]:
-    return [RewardFunction(f.__name__, weight, cloudpickle.dumps(f), columns) for f in functions]
+    return [
+        RewardFunction(f.__name__, weight, cloudpickle.dumps(f), columns) for f in functions
+    ]
 
 
 @pytest.fixture
@@ -105,7 +110,9 @@ def process() -> Iterator[Callable[..., RewardProcess]]:
 
 
 def run(process: RewardProcess, *responses: str) -> list[Score]:
-    scores = process.run([Call(i, response, {"factor": 2.0}) for i, response in enumerate(responses)])
+    scores = process.run(
+        [Call(i, response, {"factor": 2.0}) for i, response in enumerate(responses)]
+    )
     assert sorted(scores) == list(range(len(responses)))
     return [scores[i] for i in range(len(responses))]
 
@@ -120,9 +127,15 @@ FAILURES = [
     ("no frame", "it ended its process (killed: it wrote to our connection)"),
     ("long", "obey: raised ValueError: xxx"),
     ("unprintable", "obey: raised UnprintableError"),
-    ("a long answer", "it ended its process (killed: its answer has more than 16,777,216 bytes)"),
+    (
+        "a long answer",
+        "it ended its process (killed: its answer has more than 16,777,216 bytes)",
+    ),
     *(
-        (word, f"obey: the reward function must return finite float32 numbers, it returned {value}")
+        (
+            word,
+            f"obey: the reward function must return finite float32 numbers, it returned {value}",
+        )
         for word, value in (
             ("a large number", "1000"),
             ("beyond float32", "1e+300"),
@@ -151,7 +164,9 @@ def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
 async def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]
 ) -> object:
-    extra_info["calls"] = extra_info.get("calls", 0) + 1  # what one call writes, another one does not read
+    extra_info["calls"] = (
+        extra_info.get("calls", 0) + 1
+    )  # what one call writes, another one does not read
     return {
         "score": float(solution_str == ground_truth),
         "acc": extra_info["calls"] == 1,
@@ -160,7 +175,8 @@ async def compute_score(
 
 
 @pytest.mark.parametrize(
-    "truth", [{"ground_truth": "4"}, {"reward_model": {"ground_truth": "4", "style": "rule"}}]
+    "truth",
+    [{"ground_truth": "4"}, {"reward_model": {"ground_truth": "4", "style": "rule"}}],
 )
 @pytest.mark.parametrize("extra", [{}, {"extra_info": None}, {"extra_info": {"index": 3}}])
 def test_verls_compute_score_runs_as_it_is(
@@ -168,10 +184,14 @@ def test_verls_compute_score_runs_as_it_is(
 ) -> None:
     columns = {"data_source": "gsm8k"} | truth | extra
     functions = packed(compute_score, columns=tuple(columns))
-    scores = process(functions).run([Call(number, text, columns) for number, text in enumerate("445")])
+    scores = process(functions).run(
+        [Call(number, text, columns) for number, text in enumerate("445")]
+    )
     assert [score.failure for score in scores.values()] == [""] * 3
     assert [score.reward for score in scores.values()] == [1.0, 1.0, 0.0]
-    assert [(score.parts, score.answer) for score in scores.values()] == [({"acc": 1.0}, "gsm8k")] * 3
+    assert [(score.parts, score.answer) for score in scores.values()] == [
+        ({"acc": 1.0}, "gsm8k")
+    ] * 3
 
 
 def test_half_a_character_of_a_function_stays_in_its_process(process: Callable) -> None:
@@ -188,8 +208,19 @@ def test_half_a_character_of_a_function_stays_in_its_process(process: Callable) 
     )
 
 
-def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Callable) -> None:
-    scores = run(process(packed(obey_in_time)), "late", "a", "exit", "bb", "raise", "leave", "interrupt")
+def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(
+    process: Callable,
+) -> None:
+    scores = run(
+        process(packed(obey_in_time)),
+        "late",
+        "a",
+        "exit",
+        "bb",
+        "raise",
+        "leave",
+        "interrupt",
+    )
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     assert scores[5].failure == "obey_in_time: raised SystemExit: 3"
     assert scores[0].failure == "obey_in_time: took more than reward.timeout_s=2 s"
@@ -213,7 +244,9 @@ def test_what_a_function_prints_is_shown_and_cut(
         assert "more than 1,000,000 bytes" in text.splitlines()[-1]
 
 
-def test_a_batched_function_gets_all_at_once_and_each_alone_after_a_failure(process: Callable) -> None:
+def test_a_batched_function_gets_all_at_once_and_each_alone_after_a_failure(
+    process: Callable,
+) -> None:
     scores = run(process(packed(obey_all, columns=("factor",))), "a", "raise", "bb")
     assert [score.reward for score in scores] == [2.0, 0.0, 4.0]
     assert scores[1].failure == "obey_all: raised ValueError: no such answer"

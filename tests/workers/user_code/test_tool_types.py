@@ -30,15 +30,25 @@ def search(value: {hint}) -> str:
 @pytest.mark.parametrize(
     ("hint", "body", "told"),
     [
-        ("bytes", "return ''", "search cannot be called: its argument value has the type bytes"),
-        ("Page", "return ''", "search cannot be called: its argument value has the type Page"),
+        (
+            "bytes",
+            "return ''",
+            "search cannot be called: its argument value has the type bytes",
+        ),
+        (
+            "Page",
+            "return ''",
+            "search cannot be called: its argument value has the type Page",
+        ),
         ("list[Page]", "return ''", "the type Page"),
         ("Optional[bytes]", "return ''", "the type bytes"),
         ("dict[str, list[bytes]]", "return ''", "the type bytes"),
         ("str", "yield ''", "search cannot be called: it is a generator"),
     ],
 )
-def test_tools_that_cannot_be_called_are_refused(tmp_path: Path, hint: str, body: str, told: str) -> None:
+def test_tools_that_cannot_be_called_are_refused(
+    tmp_path: Path, hint: str, body: str, told: str
+) -> None:
     (tmp_path / "tools.py").write_text(TOOL.format(hint=hint, body=body))
     with refused(told):
         find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=60)

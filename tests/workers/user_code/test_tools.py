@@ -73,7 +73,11 @@ def _hidden(): ...
 
 
 def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
-    return {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": f"call{number}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +88,20 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
     return find_tools("rollout.tools", str(file), timeout_s=60.0)
 
 
-def answers(tools: Tools, *turns: Turn, offered: list[str] | None = None, **limits: Any) -> list[Observation]:
+def answers(
+    tools: Tools, *turns: Turn, offered: list[str] | None = None, **limits: Any
+) -> list[Observation]:
     async def play() -> list[Observation]:
-        pool = ToolPool(tools.packed, **{"timeout_s": 1.5, "max_calls": 3, "max_characters": 40} | limits)
+        pool = ToolPool(
+            tools.packed,
+            **{"timeout_s": 1.5, "max_calls": 3, "max_characters": 40} | limits,
+        )
         try:
-            schemas = [s for s in tools.schemas if offered is None or s["function"]["name"] in offered]
+            schemas = [
+                s
+                for s in tools.schemas
+                if offered is None or s["function"]["name"] in offered
+            ]
             async with pool.episode(schemas) as environment:
                 assert await environment.reset({}) == ""
                 return [await environment.step(turn) for turn in turns]
@@ -99,10 +112,19 @@ def answers(tools: Tools, *turns: Turn, offered: list[str] | None = None, **limi
 
 
 def test_schemas_are_those_of_public_functions(tools: Tools, tmp_path: Path) -> None:
-    assert [schema["function"]["name"] for schema in tools.schemas] == ["divide", "wait", "do", "show"]
+    assert [schema["function"]["name"] for schema in tools.schemas] == [
+        "divide",
+        "wait",
+        "do",
+        "show",
+    ]
     assert tools.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
-    (tmp_path / "tools.py").write_text(f"{TOOLS}\nfrom os.path import basename\n__all__ = ['divide']\n")
-    schemas = find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=60.0).schemas
+    (tmp_path / "tools.py").write_text(
+        f"{TOOLS}\nfrom os.path import basename\n__all__ = ['divide']\n"
+    )
+    schemas = find_tools(
+        "rollout.tools", str(tmp_path / "tools.py"), timeout_s=60.0
+    ).schemas
     assert [schema["function"]["name"] for schema in schemas] == ["divide"]
 
 
@@ -111,8 +133,14 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(tools: Tools) -> No
     turns = [
         ([call("divide", a=1, b=4)], "0.25"),
         ([call("divide", a=1, b=0)], "Error: ZeroDivisionError: division by zero"),
-        ([call("divide", a=1)], "Error: TypeError: divide() missing 1 required positional argument: 'b'"),
-        ([call("divided", a=1)], "Error: there is no tool divided. Use one of: divide, do, show, wait"),
+        (
+            [call("divide", a=1)],
+            "Error: TypeError: divide() missing 1 required positional argument: 'b'",
+        ),
+        (
+            [call("divided", a=1)],
+            "Error: there is no tool divided. Use one of: divide, do, show, wait",
+        ),
         ([bad], "Error: the arguments are not a JSON object"),
         ([call("wait", seconds=99)], "Error: wait took more than reward.timeout_s=1.5 s"),
         ([call("do", what="exit")], "Error: do ended its process"),
@@ -123,30 +151,51 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(tools: Tools) -> No
     ]
     found = answers(tools, *[Turn("", tool_calls=calls) for calls, _ in turns], Turn("4"))
     assert [observation.text for observation in found[:-1]] == [
-        [{"role": "tool", "tool_call_id": "call1", "name": calls[0]["function"]["name"], "content": words}]
+        [
+            {
+                "role": "tool",
+                "tool_call_id": "call1",
+                "name": calls[0]["function"]["name"],
+                "content": words,
+            }
+        ]
         for calls, words in turns
     ]
     assert [observation.done for observation in found] == [False] * len(turns) + [True]
     parts = found[-1].parts
-    assert (parts["tools/calls"], parts["tools/failed"], found[-1].reward) == (len(turns), 7, 0.0)
+    assert (parts["tools/calls"], parts["tools/failed"], found[-1].reward) == (
+        len(turns),
+        7,
+        0.0,
+    )
     assert parts["tools/seconds"] > 1.5
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["generator", "coroutines", "object", "function"])
-def test_an_answer_whose_text_is_a_place_in_memory_is_an_error(tools: Tools, kind: str) -> None:
+def test_an_answer_whose_text_is_a_place_in_memory_is_an_error(
+    tools: Tools, kind: str
+) -> None:
     (answer, _) = answers(tools, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
-    assert answer.text[0]["content"].startswith("Error: TypeError: the tool returned a value of type ")
+    assert answer.text[0]["content"].startswith(
+        "Error: TypeError: the tool returned a value of type "
+    )
 
 
-@pytest.mark.parametrize(("kind", "text"), [("date", '"2026-11-28"'), ("decimals", '{"price": "1.5"}')])
-def test_an_answer_with_a_text_of_its_own_is_read(tools: Tools, kind: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"), [("date", '"2026-11-28"'), ("decimals", '{"price": "1.5"}')]
+)
+def test_an_answer_with_a_text_of_its_own_is_read(
+    tools: Tools, kind: str, text: str
+) -> None:
     (answer, _) = answers(tools, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
     assert answer.text[0]["content"] == text
 
 
 def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(tools: Tools) -> None:
-    several = Turn("", tool_calls=[call("wait", n, seconds=0.7, word=str(n)) for n in range(4)])
+    several = Turn(
+        "", tool_calls=[call("wait", n, seconds=0.7, word=str(n)) for n in range(4)]
+    )
     broken = Turn("", tool_calls=[call("do", what="a")], errors=["no JSON"])
     (found, after, alone) = answers(tools, several, broken, Turn("", errors=["no JSON"]))
     assert found.parts["tools/seconds"] < 3 * 0.7 + 1
@@ -155,14 +204,19 @@ def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(tools: Tools) -> No
     assert len({text.partition("pid")[2] for text in words[:3]}) == 3  # a process each
     assert words[3] == "Error: at most 3 calls of a turn are made"
     assert after.text[0]["content"] == "a\nError: no JSON. Write the call again."
-    assert alone.text == [{"role": "user", "content": "Error: no JSON. Write the call again."}]
+    assert alone.text == [
+        {"role": "user", "content": "Error: no JSON. Write the call again."}
+    ]
     assert (alone.parts["tools/calls"], alone.parts["tools/failed"]) == (7, 3)
 
 
 def test_a_record_says_which_tools_it_offers(tools: Tools) -> None:
     turn = Turn("", tool_calls=[call("do", what="a"), call("divide", a=1, b=2)])
     (found,) = answers(tools, turn, offered=["divide"])
-    assert [m["content"] for m in found.text] == ["Error: there is no tool do. Use one of: divide", "0.5"]
+    assert [m["content"] for m in found.text] == [
+        "Error: there is no tool do. Use one of: divide",
+        "0.5",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,14 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
@@ -57,7 +62,9 @@ def find_missing(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
         if f"{prefix}.".startswith(tuple(f"{name}." for name in frozen)):
             continue
         info = get_layerwise_info(module)
-        if not info.can_load() or is_deferred_attention_layer(module):  # needs no weights, or is complete
+        if not info.can_load() or is_deferred_attention_layer(
+            module
+        ):  # needs no weights, or is complete
             continue
         sizes = {
             name: get_tensor_load_numel(parameter)
@@ -68,7 +75,8 @@ def find_missing(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
         missing += [f"{prefix}.{name}" for name in sizes if name not in loaded]
         # Other layers may be padded beyond a checkpoint's size.
         plain = isinstance(
-            getattr(module, "quant_method", None), (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
+            getattr(module, "quant_method", None),
+            (UnquantizedLinearMethod, UnquantizedFusedMoEMethod),
         )
         if plain and sizes.keys() <= loaded and info.load_numel < sum(sizes.values()):
             missing += [f"a part of {prefix}.{name}" for name in sizes]
@@ -81,8 +89,14 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     vLLM builds a missing kernel, so the new weights are arranged too. Returns (method of a layer, kernel).
     """
     layers = model.modules() if current_platform.is_cpu() else ()
-    methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
-    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
+    methods: list[Any] = [
+        layer.quant_method for layer in layers if hasattr(layer, "quant_method")
+    ]
+    kernels = [
+        (method, method.moe_kernel)
+        for method in methods
+        if getattr(method, "moe_kernel", None)
+    ]
     for method, _ in kernels:
         method.moe_kernel = None
     return kernels
@@ -104,7 +118,11 @@ class _Translated:
     translate: Callable[[Any, str, Tensor], Iterator[tuple[str, Tensor]]]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        parts = (part for name, weight in weights for part in self.translate(self.model, name, weight))
+        parts = (
+            part
+            for name, weight in weights
+            for part in self.translate(self.model, name, weight)
+        )
         return self.model.load_weights(parts)
 
 
@@ -127,7 +145,9 @@ def _gpt_oss(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tenso
     elif name.endswith(".sinks"):
         sinks = model.get_parameter(name.replace(".self_attn.", ".attn."))
         heads = len(sinks)  # of this rank
-        sinks.weight_loader(sinks, weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+        sinks.weight_loader(
+            sinks, weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+        )
     else:
         yield name, weight
 
@@ -143,19 +163,29 @@ def _mimo(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]
         yield name, weight
 
 
-def _load_experts(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+def _load_experts(
+    layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[str]:
     """Load as `layer.load_weights`, but a projection of all experts in one call, stacked.
 
     vLLM's bookkeeping takes 0.1 to 0.2 ms a call, and 128 experts in 48 layers have 18,432 weights.
     """
-    shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_up_proj_name: "w3", layer.ckpt_down_proj_name: "w2"}
+    shards = {
+        layer.ckpt_gate_proj_name: "w1",
+        layer.ckpt_up_proj_name: "w3",
+        layer.ckpt_down_proj_name: "w2",
+    }
     by_shard: dict[str | None, dict[str, Tensor]] = {}
     for name, weight in weights:
         expert, _, projection = name.partition(".")
-        shard = shards.get(projection.removesuffix(".weight")) if expert.isdecimal() else None
+        shard = (
+            shards.get(projection.removesuffix(".weight")) if expert.isdecimal() else None
+        )
         by_shard.setdefault(shard, {})[name] = weight
         if shard and len(by_shard[shard]) == layer.global_num_experts:
-            stacked = torch.stack([tensor for _, tensor in sorted(by_shard.pop(shard).items(), key=_number)])
+            stacked = torch.stack(
+                [tensor for _, tensor in sorted(by_shard.pop(shard).items(), key=_number)]
+            )
             name = "w2_weight" if shard == "w2" else "w13_weight"
             parameter = getattr(layer, name)
             parameter.weight_loader(parameter, stacked, name, shard, 0, return_success=True)
@@ -173,8 +203,14 @@ def _stack_experts(model: nn.Module) -> None:
     """Let layers load stacked experts, where the layer holds all of them and as they are sent."""
     for layer in model.modules():
         plain = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
-        if plain and isinstance(layer, RoutedExperts) and layer.local_num_experts == layer.global_num_experts:
-            layer.load_weights = MethodType(_load_experts, layer)  # vLLM asks loaders for their name
+        if (
+            plain
+            and isinstance(layer, RoutedExperts)
+            and layer.local_num_experts == layer.global_num_experts
+        ):
+            layer.load_weights = MethodType(
+                _load_experts, layer
+            )  # vLLM asks loaders for their name
 
 
 def _as_it_loads(model: nn.Module) -> Any:
@@ -183,7 +219,11 @@ def _as_it_loads(model: nn.Module) -> Any:
     if any(name.endswith(SINKS) for name, _ in model.named_parameters()):
         return _Translated(model, _mimo)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return model if any(name.endswith(OUTPUT_LAYER) for name in names) else _Translated(model, _drop_tied)
+    return (
+        model
+        if any(name.endswith(OUTPUT_LAYER) for name in names)
+        else _Translated(model, _drop_tied)
+    )
 
 
 class CompleteUpdate(WeightTransferEngine[Any, Any]):
@@ -224,17 +264,24 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
 
     def _left_out(self, model: nn.Module) -> list[str]:
         is_frozen = self.vllm_config.additional_config[FROZEN_VISION]
-        return find_missing(model, getattr(model, "_tower_model_names", ()) if is_frozen else ())
+        return find_missing(
+            model, getattr(model, "_tower_model_names", ()) if is_frozen else ()
+        )
 
     def _put_in_place(self) -> None:
         super().finish_weight_update()
-        for method, kernel in self._kernels:  # layers that got no weights have no new kernel
+        for (
+            method,
+            kernel,
+        ) in self._kernels:  # layers that got no weights have no new kernel
             method.moe_kernel = method.moe_kernel or kernel
 
 
 def _refuse(missing: list[str]) -> None:
     if missing:
-        raise ValueError(f"the update brought nothing for {missing}, which would keep their old values.")
+        raise ValueError(
+            f"the update brought nothing for {missing}, which would keep their old values."
+        )
 
 
 class TimedNCCLWeightTransferEngine(NCCLWeightTransferEngine):
@@ -258,7 +305,9 @@ class TimedNCCLWeightTransferEngine(NCCLWeightTransferEngine):
         try:
             super().receive_weights(update_info)
         except Exception as error:
-            if is_late.is_set():  # an abort leaves values in the buffers that are not weights
+            if (
+                is_late.is_set()
+            ):  # an abort leaves values in the buffers that are not weights
                 raise _too_late(timeout_s) from error
             raise
         finally:

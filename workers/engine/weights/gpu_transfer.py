@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer import (
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -36,12 +40,16 @@ class EngineClient:
     and the others go on, unless they share a broadcast (`together`): that is aborted for all.
     """
 
-    def __init__(self, engines: Sequence[Any], tensor_parallel: int, *, together: bool) -> None:
+    def __init__(
+        self, engines: Sequence[Any], tensor_parallel: int, *, together: bool
+    ) -> None:
         self._engines = engines
         self._tensor_parallel = tensor_parallel
         self._together = together
         self.version = 0
-        self.lost: set[int] = set()  # positions of engines that were lost in the last update
+        self.lost: set[int] = (
+            set()
+        )  # positions of engines that were lost in the last update
         self.failure: BallastError | None = None  # of the last update
         self.abort: Callable[[], None] = lambda: None
 
@@ -52,10 +60,15 @@ class EngineClient:
             # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are
             # separate.
             offsets = itertools.count(init_info["rank_offset"], self._tensor_parallel)
-            infos = [info | {"rank_offset": offset} for info, offset in zip(infos, offsets, strict=False)]
+            infos = [
+                info | {"rank_offset": offset}
+                for info, offset in zip(infos, offsets, strict=False)
+            ]
         lost = call_replicas(self._engines, "init_transfer", [(info,) for info in infos])
         if lost:
-            raise LostError(f"engines {sorted(lost)} of the transfer group were lost while it met.")
+            raise LostError(
+                f"engines {sorted(lost)} of the transfer group were lost while it met."
+            )
 
     def start_weight_update(self) -> None:
         self.failure = None
@@ -78,16 +91,24 @@ class EngineClient:
     def _call(self, method: str, *arguments: Any) -> None:
         if self._together and self.lost:
             return
-        positions = [position for position in range(len(self._engines)) if position not in self.lost]
+        positions = [
+            position for position in range(len(self._engines)) if position not in self.lost
+        ]
         engines = [self._engines[position] for position in positions]
-        lost = call_replicas(engines, method, [arguments] * len(engines), together=self._together)
+        lost = call_replicas(
+            engines, method, [arguments] * len(engines), together=self._together
+        )
         self.lost |= {positions[index] for index in lost}
         if self._together and self.lost:
             self.abort()
 
 
 def call_replicas(
-    engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]], *, together: bool = False
+    engines: Sequence[Any],
+    method: str,
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    together: bool = False,
 ) -> set[int]:
     """Call `method` of every replica with its arguments and wait for all. Returns positions of lost actors.
 
@@ -132,7 +153,8 @@ class GatheredWeights(WeightSource):
         self._weights = weights
         self.computation = torch.cuda.current_stream()
         self._metadata = [
-            ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()
+            ParamMeta(name, empty.dtype, tuple(empty.shape))
+            for name, empty in metadata.items()
         ]
 
     def metadata(self) -> list[ParamMeta]:
@@ -187,7 +209,9 @@ class WeightSender:
             fixed_segments if placement == "colocated" else nullcontext
         )
         if placement == "colocated":
-            largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
+            largest = max(
+                meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata()
+            )
             # Packed, because unpacked would hold a second copy of the model at once.
             info = IPCTrainerInitInfo(
                 rank=rank, packed=True, packed_buffer_size_bytes=max(buffer_bytes, largest)

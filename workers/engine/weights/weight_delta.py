@@ -37,7 +37,9 @@ PIECE_BYTES = 2**26
 def checksum(file: np.ndarray) -> int:
     """Return a CRC-32 over the CRC-32 of the file's pieces, computed by threads."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        pieces = pool.map(zlib.crc32, np.split(file, range(PIECE_BYTES, len(file), PIECE_BYTES)))
+        pieces = pool.map(
+            zlib.crc32, np.split(file, range(PIECE_BYTES, len(file), PIECE_BYTES))
+        )
         return zlib.crc32(b"".join(piece.to_bytes(4) for piece in pieces))
 
 
@@ -76,7 +78,9 @@ class DeltaPacker:
         self._file = np.empty(0, np.uint8)
         self._updates = self._sent_bytes = 0  # since the last whole file
 
-    def pack(self, weights: "Iterable[tuple[str, Tensor]]", check: bool = False) -> tuple["Payload", Metrics]:
+    def pack(
+        self, weights: "Iterable[tuple[str, Tensor]]", check: bool = False
+    ) -> tuple["Payload", Metrics]:
         """Return the weights for engines that have those of the last call, valid until the next one, and
         metrics.
 
@@ -96,7 +100,9 @@ class DeltaPacker:
         nothing = [np.empty(0, np.uint16)]
         offsets = np.concatenate([part[0] for part in parts] or nothing)
         values = np.concatenate([part[1] for part in parts] or nothing)
-        delta = WeightDelta(counts, offsets, values, checksum(self._file) if check else None)
+        delta = WeightDelta(
+            counts, offsets, values, checksum(self._file) if check else None
+        )
         self._sent_bytes += delta.nbytes
         return self._pack(delta if self._sent_bytes <= len(self._file) else None, share)
 
@@ -138,8 +144,12 @@ class DeltaPacker:
             total += len(at)
             if total <= DENSE * len(words):
                 positions = at.numpy() + begin
-                block_counts = np.bincount((positions >> BLOCK_BITS) - (begin >> BLOCK_BITS))
-                counts[begin >> BLOCK_BITS :][: len(block_counts)] += block_counts.astype(np.uint32)
+                block_counts = np.bincount(
+                    (positions >> BLOCK_BITS) - (begin >> BLOCK_BITS)
+                )
+                counts[begin >> BLOCK_BITS :][: len(block_counts)] += block_counts.astype(
+                    np.uint32
+                )
                 changes[begin] = positions.astype(np.uint16), values.numpy().view(np.uint16)
         return counts, changes, total / len(words)
 
@@ -149,7 +159,10 @@ class DeltaPacker:
         described = json.loads(self._file[8 : 8 + header].tobytes())
         begin = 8 + header
         return {
-            name: ((begin + facts["data_offsets"][0]) // 2, (begin + facts["data_offsets"][1]) // 2)
+            name: (
+                (begin + facts["data_offsets"][0]) // 2,
+                (begin + facts["data_offsets"][1]) // 2,
+            )
             for name, facts in described.items()
         }
 

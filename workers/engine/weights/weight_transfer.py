@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
-FROZEN_VISION = "frozen_vision"  # in vLLM's additional_config: updates bring nothing for the tower
-TRANSFER_TIMEOUT = "transfer_timeout_s"  # there too: seconds after which an engine leaves a broadcast
+FROZEN_VISION = (
+    "frozen_vision"  # in vLLM's additional_config: updates bring nothing for the tower
+)
+TRANSFER_TIMEOUT = (
+    "transfer_timeout_s"  # there too: seconds after which an engine leaves a broadcast
+)
 
 
 def mark_actor() -> None:
@@ -46,9 +50,18 @@ def end_with_actor() -> None:
 
 # The engine's side of each backend, by vLLM's name: module and class.
 ENGINES = {
-    "shared_memory": ("workers.engine.weights.complete_update", "SharedMemoryWeightTransferEngine"),
-    "complete_ipc": ("workers.engine.weights.complete_update", "CompleteIPCWeightTransferEngine"),
-    "complete_nccl": ("workers.engine.weights.complete_update", "CompleteNCCLWeightTransferEngine"),
+    "shared_memory": (
+        "workers.engine.weights.complete_update",
+        "SharedMemoryWeightTransferEngine",
+    ),
+    "complete_ipc": (
+        "workers.engine.weights.complete_update",
+        "CompleteIPCWeightTransferEngine",
+    ),
+    "complete_nccl": (
+        "workers.engine.weights.complete_update",
+        "CompleteNCCLWeightTransferEngine",
+    ),
 }
 ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 

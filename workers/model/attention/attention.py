@@ -72,7 +72,9 @@ class Installed:
         has_card = device.type == "cuda" and torch.cuda.is_available()
         generation = torch.cuda.get_device_capability(device)[0] if has_card else 0
         needed = {backend.package for backend in BACKENDS.values() if backend.package}
-        return cls(generation, frozenset(package for package in needed if is_installed(package)))
+        return cls(
+            generation, frozenset(package for package in needed if is_installed(package))
+        )
 
 
 def is_installed(package: str) -> bool:
@@ -99,7 +101,9 @@ class Backend:
     distribution: str = ""
     head_problem: Callable[[int, frozenset[int]], str] = lambda generation, sizes: ""
 
-    def obstacle(self, installed: Installed, head_sizes: frozenset[int] = frozenset()) -> str:
+    def obstacle(
+        self, installed: Installed, head_sizes: frozenset[int] = frozenset()
+    ) -> str:
         if self.generations and installed.generation not in self.generations:
             return (
                 f"needs a card of compute capability {' or '.join(map(str, self.generations))}, and this one "
@@ -157,7 +161,9 @@ class RowAttention:
     kernel: PackedAttention
     states: StateRow
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any
+    ) -> Tensor:
         return self.kernel(query, key, value, scale, **features)
 
 
@@ -168,9 +174,16 @@ def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowA
 def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:
     """Call the kernel once a segment. On a CPU, batching segments of similar length gains nothing."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any
+    ) -> Tensor:
         lengths = row.padded_lengths
-        segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        segments = zip(
+            query.split(lengths, 2),
+            key.split(lengths, 2),
+            value.split(lengths, 2),
+            strict=True,
+        )
         outputs = [_attend_segment(*segment, scale, **features) for segment in segments]
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -200,7 +213,13 @@ def _attend_segment(
         seen = slice(block.first, block.stop)
         visible = block.visible(window, query.device)
         blocks.append(
-            _kernel(query[:, :, rows], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale)
+            _kernel(
+                query[:, :, rows],
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=visible,
+                scale=scale,
+            )
         )
     return torch.cat(blocks, dim=2)
 
@@ -231,7 +250,9 @@ def flash_implementation(
         return None
     installed = installed or Installed.here(device)
     allowed = IMPLEMENTATIONS if setting == "auto" else IMPLEMENTATIONS.keys() & {setting}
-    usable = [kernel for kernel in allowed if not BACKENDS[kernel].obstacle(installed, head_sizes)]
+    usable = [
+        kernel for kernel in allowed if not BACKENDS[kernel].obstacle(installed, head_sizes)
+    ]
     return IMPLEMENTATIONS[usable[0]] if usable else None
 
 
@@ -272,7 +293,9 @@ def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
         enable_gqa = query.shape[1] != key.shape[1]
         query, key, value = _tokens_first(query, key, value)
         if sinks is not None:
-            return sink_attention(query, key, value, sinks, segments, scale, window).unsqueeze(0)
+            return sink_attention(
+                query, key, value, sinks, segments, scale, window
+            ).unsqueeze(0)
         output = varlen_attn(
             query,
             key,
@@ -306,7 +329,9 @@ def _flash4(row: PackedRow, device: torch.device) -> PackedAttention:
     ) -> Tensor:
         query, key, value = _tokens_first(query, key, value)
         if sinks is not None:
-            return sink_attention(query, key, value, sinks, segments, scale, window).unsqueeze(0)
+            return sink_attention(
+                query, key, value, sinks, segments, scale, window
+            ).unsqueeze(0)
         output, _lse = flash4_attention(
             query, key, value, bounds, bounds, longest, longest, True, window, scale
         )
@@ -361,7 +386,10 @@ BACKENDS = {
         head_problem=flash4.head_size_problem,
     ),
     "flash3": Backend(
-        _torch_varlen, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generations=(9,)
+        _torch_varlen,
+        KERNEL_FEATURES["packed"]["flash3"],
+        package="flash_attn_interface",
+        generations=(9,),
     ),
     "varlen": Backend(_torch_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
@@ -400,7 +428,9 @@ def ballast_packed(
         raise UnsupportedModelError(
             f"{name} was called without packed_attention: the model does not pass it to its layers"
         )
-    refused_features = [feature for feature in REFUSED_FEATURES if features.get(feature) is not None]
+    refused_features = [
+        feature for feature in REFUSED_FEATURES if features.get(feature) is not None
+    ]
     if attention_mask is not None and indices is None:  # with them it is `NO_MASK`
         refused_features.append("attention_mask")
     if dropout:
@@ -440,7 +470,8 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
     sizes = [tensor.shape[-1] for tensor in tensors]
     missing = [max(sizes) - size for size in sizes]
     return [
-        F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)
+        F.pad(tensor, (0, count)) if count else tensor
+        for tensor, count in zip(tensors, missing, strict=True)
     ]
 
 

@@ -37,12 +37,17 @@ class Block:
     first: int
 
     def visible(self, window: int, device: torch.device) -> Tensor:
-        queries, keys = (torch.arange(begin, self.stop, device=device) for begin in (self.start, self.first))
+        queries, keys = (
+            torch.arange(begin, self.stop, device=device)
+            for begin in (self.start, self.first)
+        )
         distance = queries[:, None] - keys
         return (distance >= 0) & (distance < window)
 
 
-def query_blocks(length: int, window: int, heads: int = 1, most_scores: int = MOST_SCORES) -> list[Block]:
+def query_blocks(
+    length: int, window: int, heads: int = 1, most_scores: int = MOST_SCORES
+) -> list[Block]:
     """Cut a segment into blocks of at most `most_scores` scores, or `FEWEST_QUERIES` queries, and no more
     than the window.
     """
@@ -97,7 +102,12 @@ class _Rule:
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: _Rule
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        rule: _Rule,
     ) -> Tensor:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=_wide(query), device=query.device)
@@ -120,7 +130,9 @@ class _BlockAttention(torch.autograd.Function):
         wide = lse.dtype
         delta = (grad_output.to(wide) * output).sum(-1)
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
+        grad_key, grad_value = (
+            torch.zeros_like(tensor, dtype=wide) for tensor in (key, value)
+        )
         for block in rule.blocks:
             rows = slice(block.start, block.stop)
             seen = slice(block.first, block.stop)
@@ -129,7 +141,11 @@ class _BlockAttention(torch.autograd.Function):
             weights.masked_fill_(~block.visible(rule.window, query.device), 0)
             grad_rows = grad_output[:, :, rows]
             grad_value[:, seen] += _transposed_product(weights.to(value.dtype), grad_rows)
-            weights.mul_(_product(grad_rows, value[:, seen].mT).to(wide).sub_(delta[:, :, rows, None]))
+            weights.mul_(
+                _product(grad_rows, value[:, seen].mT)
+                .to(wide)
+                .sub_(delta[:, :, rows, None])
+            )
             if rule.softcap is not None:
                 # The derivative of softcap tanh(x / softcap).
                 weights.mul_(1 - scores.div_(rule.softcap).square_())
@@ -137,7 +153,13 @@ class _BlockAttention(torch.autograd.Function):
             grad_query[:, :, rows] = _product(grad_scores, key[:, seen])
             grad_key[:, seen] += _transposed_product(grad_scores, query[:, :, rows])
         grad_sinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None
+        return (
+            grad_query,
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            grad_sinks,
+            None,
+        )
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -67,7 +67,9 @@ def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
     )
 
 
-def gather_tokens(values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
+def gather_tokens(
+    values: Tensor, selected: Tensor, size: int, group: ProcessGroup
+) -> Tensor:
     """Join the ranks' values [n, ...] at `selected` into [size, ...], the same on every rank of `group`.
 
     Together the ranks' `selected` are a permutation of 0 .. size - 1. Backward takes each rank's own part of
@@ -78,7 +80,9 @@ def gather_tokens(values: Tensor, selected: Tensor, size: int, group: ProcessGro
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, selected: Tensor, size: int, group: ProcessGroup
+    ) -> Tensor:
         ctx.save_for_backward(selected)
         full_values = values.new_zeros(size, *values.shape[1:])
         full_values[selected] = values
@@ -93,7 +97,11 @@ class _GatherTokens(torch.autograd.Function):
 
 class Ulysses:
     def __init__(
-        self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device
+        self,
+        attention: PackedAttention,
+        row: PackedRow,
+        group: ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._attention = attention
         self._exchange = HeadExchange(row, group, device)
@@ -117,4 +125,6 @@ class Ulysses:
         by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         whole = self._exchange.to_whole_sequences(by_token)
         sequences = [tensor.transpose(0, 1)[None] for tensor in whole]
-        return self._exchange.to_all_heads(self._attention(*sequences, scale, **features)[0])[None]
+        return self._exchange.to_all_heads(
+            self._attention(*sequences, scale, **features)[0]
+        )[None]

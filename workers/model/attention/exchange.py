@@ -34,7 +34,11 @@ class HeadExchange:
     """
 
     def __init__(
-        self, row: PackedRow, group: ProcessGroup, device: torch.device, tensor_parallel: int = 1
+        self,
+        row: PackedRow,
+        group: ProcessGroup,
+        device: torch.device,
+        tensor_parallel: int = 1,
     ) -> None:
         self._row = row
         self._group = group
@@ -57,7 +61,9 @@ class HeadExchange:
         """[t, h, ...] each -> [T, h/size, ...] each, tokens in row order, in one exchange a dtype."""
         whole: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            chosen = [
+                index for index, tensor in enumerate(tensors) if tensor.dtype == dtype
+            ]
             whole |= self._exchange({index: tensors[index] for index in chosen})
         return [whole[index] for index in range(len(tensors))]
 

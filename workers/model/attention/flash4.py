@@ -63,7 +63,8 @@ def head_size_problem(generation: int, sizes: frozenset[int]) -> str:
     if not refused_sizes:
         return ""
     return (
-        f"does not take heads of {max(refused_sizes)} on a card of compute capability {generation}. Set auto"
+        f"does not take heads of {max(refused_sizes)} on a card of compute "
+        f"capability {generation}. Set auto"
     )
 
 
@@ -154,14 +155,18 @@ def _window_size(causal: bool, window: int | None) -> tuple[int | None, int | No
     return None if window is None else window - 1, 0 if causal else None
 
 
-flash4_attention = torch.library.custom_op("ballast::flash4_attention", call_forward, mutates_args=())
+flash4_attention = torch.library.custom_op(
+    "ballast::flash4_attention", call_forward, mutates_args=()
+)
 flash4_attention_backward = torch.library.custom_op(
     "ballast::flash4_attention_backward", call_backward, mutates_args=()
 )
 
 
 @flash4_attention.register_fake
-def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_shapes(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     queries, heads, _size = query.shape
     return (
         query.new_empty(queries, heads, value.shape[-1]),
@@ -182,9 +187,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, grad_output: Tensor, grad_lse: None
+) -> tuple[Tensor | None, ...]:
     # Only the output of this operator is used where autograd records it.
-    grads = flash4_attention_backward(grad_output.contiguous(), *ctx.saved_tensors, *ctx.plain)
+    grads = flash4_attention_backward(
+        grad_output.contiguous(), *ctx.saved_tensors, *ctx.plain
+    )
     return *grads, *[None] * (2 + len(ctx.plain))
 
 

@@ -25,7 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.attention.flash4 import flash4_attention, flash4_attention_backward, uses_flash4
+from workers.model.attention.flash4 import (
+    flash4_attention,
+    flash4_attention_backward,
+    uses_flash4,
+)
 from workers.model.copies import to_device
 
 aten = torch.ops.aten
@@ -42,7 +46,10 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        return cls(lengths, *to_device(device, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)))
+        return cls(
+            lengths,
+            *to_device(device, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)),
+        )
 
     @property
     def longest(self) -> int:
@@ -75,9 +82,14 @@ def flash_forward(
     queries than keys, builds a mask of all pairs.
     """
     if uses_flash4():
-        return flash4_attention(query, key, value, *_on_cuda(block), block.causal, block.window, scale)
+        return flash4_attention(
+            query, key, value, *_on_cuda(block), block.causal, block.window, scale
+        )
     if query.device.type != "cpu":
-        cuda_arguments, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
+        cuda_arguments, (left, right) = (
+            _on_cuda(block),
+            window_size(block.causal, block.window),
+        )
         output, lse, *_ = aten._flash_attention_forward(
             query,
             key,
@@ -119,10 +131,17 @@ def flash_backward(
     """
     if uses_flash4():
         inputs_of_all = (grad_output, query, key, value, output, lse)
-        return flash4_attention_backward(*inputs_of_all, *_on_cuda(block), block.causal, block.window, scale)
+        return flash4_attention_backward(
+            *inputs_of_all, *_on_cuda(block), block.causal, block.window, scale
+        )
     if query.device.type != "cpu":
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
-        cuda_arguments, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
+        no_dropout = torch.zeros(
+            2, dtype=torch.uint64, device=query.device
+        )  # state of an unused generator
+        cuda_arguments, (left, right) = (
+            _on_cuda(block),
+            window_size(block.causal, block.window),
+        )
         return aten._flash_attention_backward(
             grad_output,
             query,
@@ -152,7 +171,11 @@ def flash_backward(
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask = _mask_on_cpu(q, k, block)
         inputs = (grad, q, k, v, out, sums[None].contiguous())
-        grads.append(backward(*inputs, 0.0, block.causal and mask is None, attn_mask=mask, scale=scale))
+        grads.append(
+            backward(
+                *inputs, 0.0, block.causal and mask is None, attn_mask=mask, scale=scale
+            )
+        )
 
     def join(parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([part[0].transpose(0, 1) for part in parts])
@@ -189,7 +212,14 @@ def _segments_on_cpu(
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     keys = block.key_segments
-    return list(zip(_split(query, block.query_segments), _split(key, keys), _split(value, keys), strict=True))
+    return list(
+        zip(
+            _split(query, block.query_segments),
+            _split(key, keys),
+            _split(value, keys),
+            strict=True,
+        )
+    )
 
 
 def _split(tensor: Tensor, segments: Segments) -> list[Tensor]:
@@ -200,7 +230,14 @@ def _sum_repeats(grad: Tensor, like: Tensor) -> Tensor:
     return grad.view(len(like), like.shape[1], -1, like.shape[2]).sum(2)
 
 
-def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output: Tensor, lse: Tensor) -> None:
+def attend(
+    query: Tensor,
+    key_value: Tensor,
+    scale: float,
+    block: Block,
+    output: Tensor,
+    lse: Tensor,
+) -> None:
     """Merge one block into `output` [T, H, D] and `lse` [H, T], in place."""
     key, value = take(key_value, block.keys, dim=1)
     query = take(query, block.queries, dim=0)
@@ -208,7 +245,9 @@ def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output:
     before_output = take(output, block.queries, dim=0)
     before_lse = take(lse, block.queries, dim=1)
     merged_lse = torch.logaddexp(before_lse, part_lse)
-    merged = before_output * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
+    merged = before_output * _weight(before_lse, merged_lse) + part * _weight(
+        part_lse, merged_lse
+    )
     _put(output, block.queries, merged, dim=0)
     _put(lse, block.queries, merged_lse, dim=1)
 
@@ -284,7 +323,13 @@ def sink_attention(
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, block: Block, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        block: Block,
+        scale: float,
     ) -> Tensor:
         plain, plain_lse = flash_forward(query, key, value, block, scale)
         lse = torch.logaddexp(plain_lse, sinks.to(plain_lse.dtype)[:, None])
@@ -298,7 +343,9 @@ class _SinkAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        grads = flash_backward(grad_output.contiguous(), query, key, value, output, lse, ctx.block, ctx.scale)
+        grads = flash_backward(
+            grad_output.contiguous(), query, key, value, output, lse, ctx.block, ctx.scale
+        )
         shares = _weight(sinks.to(lse.dtype)[:, None], lse)
         grad_sinks = -(shares * grad_output * output).sum((0, 2))
         return *grads, grad_sinks.to(sinks.dtype), None, None

@@ -42,20 +42,32 @@ class RingAttention:
     def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         self.states = StateRow.of(row, device, HeadExchange(row, group, device))
         place = (group.rank(), group.size(), device)
-        blocks = ring_blocks(row, *place) if isinstance(row, SharedRow) else _zigzag_blocks(row, *place)
+        blocks = (
+            ring_blocks(row, *place)
+            if isinstance(row, SharedRow)
+            else _zigzag_blocks(row, *place)
+        )
         self._ring = _Ring(group, blocks)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return _RingAttention.apply(query, torch.stack([key, value]), scale, self._ring)[None]
+        return _RingAttention.apply(query, torch.stack([key, value]), scale, self._ring)[
+            None
+        ]
 
 
-def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
-    halves = [length // (2 * size) for length in row.padded_lengths]  # of the two segments of each sequence
+def _zigzag_blocks(
+    row: PackedRow, rank: int, size: int, device: torch.device
+) -> list[tuple[Block, ...]]:
+    halves = [
+        length // (2 * size) for length in row.padded_lengths
+    ]  # of the two segments of each sequence
     lengths = torch.tensor(halves).repeat_interleave(2)
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
-    first, second = to_device(device, *(mask.nonzero().squeeze(1) for mask in (is_first, ~is_first)))
+    first, second = to_device(
+        device, *(mask.nonzero().squeeze(1) for mask in (is_first, ~is_first))
+    )
     half = Segments.of(halves, device)
     full_segments = Segments.of([2 * length for length in halves], device)
     own_block = Block(full_segments, full_segments, causal=True)
@@ -79,8 +91,15 @@ class _Ring:
         received = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(rank + 1) % self.size),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(rank - 1) % self.size),
+                dist.P2POp(
+                    dist.isend, tensor, group=self.group, group_peer=(rank + 1) % self.size
+                ),
+                dist.P2POp(
+                    dist.irecv,
+                    received,
+                    group=self.group,
+                    group_peer=(rank - 1) % self.size,
+                ),
             ]
         )
 
@@ -94,13 +113,17 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, ring: _Ring) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key_value: Tensor, scale: float, ring: _Ring
+    ) -> Tensor:
         """query [T, H, D], key_value [2, T, K, D] -> [T, H, D]."""
         query = query.contiguous()
         key_value = key_value.contiguous()
         dtype = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros_like(query, dtype=dtype)
-        lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, dtype=dtype, device=query.device)
+        lse = torch.full(
+            (query.shape[1], query.shape[0]), -torch.inf, dtype=dtype, device=query.device
+        )
         held = key_value
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
@@ -128,7 +151,9 @@ class _RingAttention(torch.autograd.Function):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
             parts = []
             for block in ring.blocks[step]:
-                part_query, part = gradients(grad_output, query, held, output, lse, ctx.scale, block)
+                part_query, part = gradients(
+                    grad_output, query, held, output, lse, ctx.scale, block
+                )
                 add(grad_query, block.queries, part_query, dim=0)
                 parts.append((block.keys, part))
             # The gradient of the current keys comes from the previous rank, which held them one step earlier.

@@ -80,14 +80,19 @@ class _Selector:
     ) -> Tensor:
         """Return the places of the selected tokens within their segment, int32 [1, T, k]."""
         if self.row is None:
-            return self._score(hidden, queries, rotary, mask, positions, past_key_values=past_key_values)
+            return self._score(
+                hidden, queries, rotary, mask, positions, past_key_values=past_key_values
+            )
         limit = self._indexer.index_topk
         if max(self.row.lengths) <= limit:
             return positions.new_zeros(1, hidden.shape[1], 0, dtype=torch.int32)
         selected = []
         start = 0
         for length in self.row.lengths:
-            rows = [part[:, start : start + length] for part in (hidden, queries, *rotary, positions)]
+            rows = [
+                part[:, start : start + length]
+                for part in (hidden, queries, *rotary, positions)
+            ]
             selected.append(self._select(rows, length, limit))
             start += length
         return torch.cat(selected, dim=1)
@@ -98,9 +103,13 @@ class _Selector:
         keys = _SegmentKeys()
         blocks = []
         for start, stop in _query_blocks(length):
-            hidden, queries, cosines, sines, positions = (part[:, start:stop] for part in rows)
+            hidden, queries, cosines, sines, positions = (
+                part[:, start:stop] for part in rows
+            )
             visible = hidden.new_ones(1, stop - start, stop, dtype=torch.bool).tril(start)
-            places = self._score(hidden, queries, (cosines, sines), visible, positions, past_key_values=keys)
+            places = self._score(
+                hidden, queries, (cosines, sines), visible, positions, past_key_values=keys
+            )
             # Narrower ones are of queries that see at most `limit` tokens: they attend to all.
             blocks.append(F.pad(places, (0, limit - places.shape[-1])))
         return torch.cat(blocks, dim=1)
@@ -144,7 +153,12 @@ def selected_attention(
 
 
 def _attend_segment(
-    query: Tensor, key: Tensor, value: Tensor, selected: Tensor, scale: float, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selected: Tensor,
+    scale: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     length = query.shape[2]
     limit = selected.shape[-1]
@@ -162,7 +176,11 @@ def _attend_segment(
         seen = slice(0, stop + more_keys)
         blocks.append(
             F.scaled_dot_product_attention(
-                query[:, :, start:stop], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale
+                query[:, :, start:stop],
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=visible,
+                scale=scale,
             )
         )
     return torch.cat(blocks, dim=2)[..., :size]
@@ -180,4 +198,6 @@ def _with_sinks(
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:
-    return [(start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)]
+    return [
+        (start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)
+    ]

@@ -22,7 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.attention.flash_kernels import Block, Segments, add, attend, flash_forward, gradients, take
+from workers.model.attention.flash_kernels import (
+    Block,
+    Segments,
+    add,
+    attend,
+    flash_forward,
+    gradients,
+    take,
+)
 from workers.model.attention.state_rows import StateRow
 from workers.model.copies import to_device
 from workers.model.rows.prefix_rows import Run, SharedRow, Stripe
@@ -62,19 +70,27 @@ class SharedAttention:
         way = self._way(query, key)
         if way == "tree":
             return self._by_tree(query, key, value, scale)
-        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        query, key, value = (
+            tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)
+        )
         blocks = self._paths if way == "path" else self._levels
         return _SharedAttention.apply(query, torch.stack([key, value]), scale, blocks)[None]
 
     def _way(self, query: Tensor, key: Tensor) -> Literal["level", "path", "tree"]:
         if query.is_cuda:
-            return "path" if key.shape[1] * key.shape[3] <= self._widest_by_path else "level"
-        return "tree" if query.shape[1] * query.shape[3] <= self._widest_by_tree else "level"
+            return (
+                "path" if key.shape[1] * key.shape[3] <= self._widest_by_path else "level"
+            )
+        return (
+            "tree" if query.shape[1] * query.shape[3] <= self._widest_by_tree else "level"
+        )
 
     def _by_tree(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         self._masks = self._masks or [tree.mask(query.dtype) for tree in self._trees]
         cells = [tree.cells for tree in self._trees]
-        parts = zip(*(tensor.split(cells, dim=2) for tensor in (query, key, value)), strict=True)
+        parts = zip(
+            *(tensor.split(cells, dim=2) for tensor in (query, key, value)), strict=True
+        )
         outputs = [
             F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -150,20 +166,36 @@ def widest_by_path(row: SharedRow) -> int:
 def path_block(row: SharedRow, device: torch.device) -> Block:
     seen: list[Tensor] = []  # by run, the cells of its path and its own
     for run in row.runs:
-        prefix_cells = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
-        seen.append(torch.cat([prefix_cells, torch.arange(run.first, run.first + run.length)]))
+        prefix_cells = (
+            seen[run.parent][: run.depth]
+            if run.level
+            else torch.empty(0, dtype=torch.int64)
+        )
+        seen.append(
+            torch.cat([prefix_cells, torch.arange(run.first, run.first + run.length)])
+        )
     queries = [run.length for run in row.runs]
     if row.lengths[0] < row.padded_lengths[0]:
         seen.append(torch.arange(row.lengths[0], row.padded_lengths[0]))
         queries.append(len(seen[-1]))
     keys = Segments.of([len(cells) for cells in seen], device)
-    return Block(Segments.of(queries, device), keys, causal=True, keys=to_device(device, torch.cat(seen))[0])
+    return Block(
+        Segments.of(queries, device),
+        keys,
+        causal=True,
+        keys=to_device(device, torch.cat(seen))[0],
+    )
 
 
-def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
+def ring_blocks(
+    row: SharedRow, rank: int, size: int, device: torch.device
+) -> list[tuple[Block, ...]]:
     """Return, by step of a ring, the blocks of rank `rank` of `size` with the keys of rank `rank - step`."""
     stripes = [Stripe(index, size) for index in range(size)]
-    return [attention_blocks(row, stripes[rank], stripes[rank - step], device) for step in range(size)]
+    return [
+        attention_blocks(row, stripes[rank], stripes[rank - step], device)
+        for step in range(size)
+    ]
 
 
 def attention_blocks(
@@ -175,9 +207,18 @@ def attention_blocks(
     runs = [range(run.first, run.first + run.length) for run in row.runs]
     padding = range(row.lengths[0], row.padded_lengths[0])
     cells = row.padded_lengths[0] // queries.size
-    blocks = [_block([_causal(run, queries, keys) for run in (*runs, padding)], device, causal_over=cells)]
+    blocks = [
+        _block(
+            [_causal(run, queries, keys) for run in (*runs, padding)],
+            device,
+            causal_over=cells,
+        )
+    ]
     for level in range(1, max(run.level for run in row.runs) + 1):
-        seen = [(queries.of(seeing), keys.of(prefix)) for seeing, prefix in _level(row.runs, level)]
+        seen = [
+            (queries.of(seeing), keys.of(prefix))
+            for seeing, prefix in _level(row.runs, level)
+        ]
         blocks.append(_block(seen, device))
     return tuple(block for block in blocks if block)
 
@@ -190,11 +231,15 @@ def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
     run_queries = queries.of(run)
     seen = keys.of(run)
     later = int(keys.rank > queries.rank)
-    return range(seen.start + later, run_queries.stop), range(seen.start, run_queries.stop - later)
+    return range(seen.start + later, run_queries.stop), range(
+        seen.start, run_queries.stop - later
+    )
 
 
 def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
-    stops: dict[tuple[int, int], list[int]] = {}  # by prefix: start and stop of the cells that see it
+    stops: dict[
+        tuple[int, int], list[int]
+    ] = {}  # by prefix: start and stop of the cells that see it
     prefix = (-1, 0)
     for run in runs:
         if run.level == level:
@@ -230,12 +275,16 @@ def _block(
 
 
 def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    return to_device(device, torch.cat([torch.arange(part.start, part.stop) for part in ranges]))[0]
+    return to_device(
+        device, torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+    )[0]
 
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, blocks: Sequence[Block]) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key_value: Tensor, scale: float, blocks: Sequence[Block]
+    ) -> Tensor:
         """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
         query = query.contiguous()
         key_value = key_value.contiguous()

@@ -67,7 +67,9 @@ class StateRow:
         self._contexts: dict[int, tuple[Tensor, Tensor]] = {}
 
     @classmethod
-    def of(cls, row: PackedRow, device: torch.device, exchange: HeadExchange | None = None) -> "StateRow":
+    def of(
+        cls, row: PackedRow, device: torch.device, exchange: HeadExchange | None = None
+    ) -> "StateRow":
         if not isinstance(row, SharedRow):
             return cls(row.padded_lengths, device, exchange)
         lengths, parents = cut_runs(row)
@@ -99,7 +101,9 @@ class StateRow:
                 context: list[int] = []
                 if parent != NO_PARENT:
                     start = self._starts[parent]
-                    path = contexts[parent] + list(range(start, start + self.lengths[parent]))
+                    path = contexts[parent] + list(
+                        range(start, start + self.lengths[parent])
+                    )
                     context = path[max(0, len(path) - count) :]
                 contexts.append(context)
                 first_cell = self._starts[index] + count * index
@@ -120,7 +124,11 @@ class StateRow:
 
     @cached_property
     def _batches_and_cells(self) -> tuple[list[StateBatch], Tensor]:
-        members = [batch for level in self._levels() for batch in like_segments(self.lengths, level)]
+        members = [
+            batch
+            for level in self._levels()
+            for batch in like_segments(self.lengths, level)
+        ]
         tokens = [self._tokens_of(segments) for segments in members]
         token_of_cell = torch.cat([batch.flatten() for batch in tokens])
         is_token = token_of_cell < self.tokens
@@ -193,7 +201,9 @@ def cut_runs(row: SharedRow) -> tuple[list[int], list[int]]:
         if run.level:
             ends_by_run[run.parent].add(run.shared)
     for run, ends in zip(row.runs, ends_by_run, strict=True):
-        parent = ending_at[row.runs[run.parent].first + run.shared] if run.level else NO_PARENT
+        parent = (
+            ending_at[row.runs[run.parent].first + run.shared] if run.level else NO_PARENT
+        )
         start = 0
         for end in sorted(ends):
             lengths.append(end - start)

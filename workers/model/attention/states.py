@@ -63,7 +63,9 @@ DELTA_STATES = StateNames("initial_state", "output_final_state")
 SPACE_STATES = StateNames("initial_states", "return_final_states")
 GATED_DELTA = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", DELTA_STATES)
 KIMI_DELTA = Kernel("fla.ops.kda", "chunk_kda", DELTA_STATES)
-STATE_SPACE = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", SPACE_STATES)
+STATE_SPACE = Kernel(
+    "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", SPACE_STATES
+)
 KERNELS = {
     CONVOLUTION: CAUSAL_CONV,
     "torch_chunk_gated_delta_rule": GATED_DELTA,
@@ -108,9 +110,13 @@ def in_batches(
     outputs = []
     state_at_end: dict[int, Tensor] = {}
     for batch in row.batches:
-        of_batch = everything | {name: value[batch.tokens] for name, value in padded.items()}
+        of_batch = everything | {
+            name: value[batch.tokens] for name, value in padded.items()
+        }
         if states and batch.parents:
-            of_batch[states.initial] = torch.stack([state_at_end[segment] for segment in batch.parents])
+            of_batch[states.initial] = torch.stack(
+                [state_at_end[segment] for segment in batch.parents]
+            )
         if states and batch.hands_on:
             of_batch[states.returned] = True
         positional = [of_batch.pop(place) for place in range(len(arguments))]
@@ -163,7 +169,9 @@ def sharing_problem(mixers: Sequence[nn.Module], ranks: int) -> str:
         name = type(mixer).__name__
         if not follows_rows(mixer):
             return f"{name}, whose state is not by heads or channels"
-        channels = [child.in_channels for child in mixer.children() if isinstance(child, nn.Conv1d)]
+        channels = [
+            child.in_channels for child in mixer.children() if isinstance(child, nn.Conv1d)
+        ]
         heads = [getattr(mixer, name) for name in HEADS if hasattr(mixer, name)]
         if undivided := [count for count in (*heads[:1], *channels) if count % ranks]:
             return f"{name} with {undivided[0]} heads or channels, which they do not divide"
@@ -222,8 +230,12 @@ class _OfRow:
     def _with_kernel(self, row: StateRow, *arguments: Any, **named: Any) -> Any:
         if self._kernel is CAUSAL_CONV:
             hidden, *others = arguments
-            hidden = hidden.transpose(1, 2).contiguous().transpose(1, 2)  # seq_idx asks for it
-            return self.__wrapped__(hidden, *others, **named | {"seq_idx": row.segment_of_token})
+            hidden = (
+                hidden.transpose(1, 2).contiguous().transpose(1, 2)
+            )  # seq_idx asks for it
+            return self.__wrapped__(
+                hidden, *others, **named | {"seq_idx": row.segment_of_token}
+            )
         places = {"cu_seqlens": row.bounds}
         if self._kernel is STATE_SPACE:
             places = {"seq_idx": row.segment_of_token}
@@ -231,7 +243,12 @@ class _OfRow:
 
 
 def _convolve(
-    row: StateRow, function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *others: Any, **named: Any
+    row: StateRow,
+    function: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    *others: Any,
+    **named: Any,
 ) -> Tensor:
     """hidden [1, C, T], weight [C, K] -> [1, C, T]."""
     zeros = weight.shape[-1] - 1
@@ -277,7 +294,9 @@ def _share_channels(
     return exchange.to_all_heads(output[0].transpose(0, 1)).transpose(0, 1)[None]
 
 
-def _share_heads(exchange: HeadExchange, compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _share_heads(
+    exchange: HeadExchange, compute: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
     """Arguments [1, T/cp, h, ...] and by head [h] -> [1, T/cp, h, ...], or the first of several results.
 
     Groups of heads that share B and C of a state space are repeated until the ranks divide them.

@@ -70,19 +70,30 @@ class Checkpointer:
     collective.
     """
 
-    def __init__(self, module: nn.Module, states: TrainingStates, device: torch.device, stage: Stage) -> None:
+    def __init__(
+        self, module: nn.Module, states: TrainingStates, device: torch.device, stage: Stage
+    ) -> None:
         self._module = module
         self._states = states
         self._device = device
         self._stage = stage
         # The background thread's messages must not mix with training's. One rank sends none, and a group has
         # threads.
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else dist.group.WORLD
+        self._group = (
+            dist.new_group(backend="gloo")
+            if dist.get_world_size() > 1
+            else dist.group.WORLD
+        )
         limit_waits()
         self._saving: tuple[Path, Future] | None = None
 
     def save(
-        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = ""
+        self,
+        path: str | Path,
+        *,
+        step: int,
+        extra: dict[str, Any] | None = None,
+        policy: str = "",
     ) -> None:
         """Start to save as `path`. Returns when the state is copied, while files are still being written.
 
@@ -95,14 +106,28 @@ class Checkpointer:
         extra = check_json(extra or {})
         unfinished = self._from_rank_zero(lambda: _prepare(path))
         names = {policy: ""} if policy else {name: name for name in self._states.all}
-        numbers = {"policies": {stored: self._states.numbers(name) for name, stored in names.items()}}
+        numbers = {
+            "policies": {
+                stored: self._states.numbers(name) for name, stored in names.items()
+            }
+        }
 
         def finish(files: dict[str, StoredFile]) -> None:
-            commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
+            commit(
+                unfinished,
+                path,
+                Manifest(step, dist.get_world_size(), numbers, extra, files),
+            )
 
         state = self._trained_state(names, copies=False)
         sizes = {name: tensor.nbytes for name, tensor in state.items()}
-        files = _files_of({name: size for part in self._stage.of_all(sizes) for name, size in part.items()})
+        files = _files_of(
+            {
+                name: size
+                for part in self._stage.of_all(sizes)
+                for name, size in part.items()
+            }
+        )
         state |= _random_state(self._device)
         writer = _CommittingWriter(unfinished, files, finish)
         future = dcp.async_save(state, storage_writer=writer, process_group=self._group)
@@ -132,7 +157,9 @@ class Checkpointer:
         manifest: Manifest = self._from_rank_zero(lambda: read_manifest(path))
         rank = dist.get_rank()
         size = dist.get_world_size()
-        self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size]))
+        self._on_all_ranks(
+            lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size])
+        )
         reader = dcp.HuggingFaceStorageReader(str(path))
         # Earlier versions had one, without a name.
         numbers = manifest.engine.get("policies", {"": manifest.engine})
@@ -148,17 +175,25 @@ class Checkpointer:
         state = self._trained_state(names, copies=True)
         metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        every = {name: shape for part in self._stage.of_all(shapes) for name, shape in part.items()}
+        every = {
+            name: shape
+            for part in self._stage.of_all(shapes)
+            for name, shape in part.items()
+        }
         _check_same_model(path, every, metadata)
         random_state = _random_state(self._device) if manifest.world_size == size else {}
         # A checkpoint saved on a CPU has no state of a GPU.
         random_state = {
-            name: part for name, part in random_state.items() if name in metadata.state_dict_metadata
+            name: part
+            for name, part in random_state.items()
+            if name in metadata.state_dict_metadata
         }
         try:
             dcp.load(state | random_state, storage_reader=reader, process_group=self._group)
         except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path} could not be loaded: {_cause(error)}.") from error
+            raise CheckpointError(
+                f"{path} could not be loaded: {_cause(error)}."
+            ) from error
         _set_random_state(random_state, self._device)
         if not random_state:
             message = "%s was saved by %d ranks and is loaded by %d: random states are not restored"
@@ -172,7 +207,10 @@ class Checkpointer:
         numbers = {name: self._states.numbers(name) for name in names}
         state = self._trained_state(names, copies=True) | _random_state(self._device)
         # Shards may share storage, which safetensors refuses.
-        tensors = {name: _local(tensor).cpu().clone().contiguous() for name, tensor in state.items()}
+        tensors = {
+            name: _local(tensor).cpu().clone().contiguous()
+            for name, tensor in state.items()
+        }
         return RankCopy(numbers, extra, safetensors_torch.save(tensors))
 
     def load_copy(self, copy: RankCopy) -> dict[str, Any]:
@@ -194,7 +232,9 @@ class Checkpointer:
         self._states.resume(copy.numbers)
         return copy.extra
 
-    def _trained_state(self, policies: Mapping[str, str], *, copies: bool) -> dict[str, Tensor]:
+    def _trained_state(
+        self, policies: Mapping[str, str], *, copies: bool
+    ) -> dict[str, Tensor]:
         """Return the engine's own tensors, a tied one once. policies: their names in a file. copies: include
         those that another stage holds, too.
         """
@@ -211,12 +251,16 @@ class Checkpointer:
             first = f"policies.{stored}." if stored else ""
             weights = self._states.weights_of(policy)
             state |= {
-                f"{first}model.{name}": weights.get(tensor, tensor).detach() for tensor, name in names.items()
+                f"{first}model.{name}": weights.get(tensor, tensor).detach()
+                for tensor, name in names.items()
             }
-            for parameter, parts in optimizer_state(self._states.all[policy].optimizer).items():
+            for parameter, parts in optimizer_state(
+                self._states.all[policy].optimizer
+            ).items():
                 if parameter in names:
                     state |= {
-                        f"{first}optimizer.{names[parameter]}.{part}": value for part, value in parts.items()
+                        f"{first}optimizer.{names[parameter]}.{part}": value
+                        for part, value in parts.items()
                     }
         return state
 
@@ -255,26 +299,38 @@ class _CommittingWriter(dcp.HuggingFaceStorageWriter):
     """
 
     def __init__(
-        self, folder: Path, file_numbers: dict[str, int], commit: Callable[[dict[str, StoredFile]], None]
+        self,
+        folder: Path,
+        file_numbers: dict[str, int],
+        commit: Callable[[dict[str, StoredFile]], None],
     ) -> None:
-        super().__init__(str(folder), fqn_to_index_mapping=file_numbers, save_distributed=True)
+        super().__init__(
+            str(folder), fqn_to_index_mapping=file_numbers, save_distributed=True
+        )
         self._folder = folder
         self._commit = commit
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Write the data, and return each file's name, size and checksum as its tensors' storage data."""
         results = super().write_data(plan, planner).wait()
         names = [result.storage_data.relative_path for result in results]
         stored = {name: (name, StoredFile.of(self._folder / name)) for name in set(names)}
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(
-            [replace(result, storage_data=stored[name]) for result, name in zip(results, names, strict=True)]
+            [
+                replace(result, storage_data=stored[name])
+                for result, name in zip(results, names, strict=True)
+            ]
         )
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit. DCP's metadata is not written: readers derive it from the files."""
-        self._commit(dict(result.storage_data for rank_results in results for result in rank_results))
+        self._commit(
+            dict(result.storage_data for rank_results in results for result in rank_results)
+        )
 
 
 def _prepare(path: Path) -> Path:
@@ -303,7 +359,9 @@ def _random_names(rank: int) -> tuple[str, str]:
 def _random_state(device: torch.device) -> dict[str, Tensor]:
     host, gpu = _random_names(dist.get_rank())
     state = {host: torch.get_rng_state()}
-    return state | ({gpu: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    return state | (
+        {gpu: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    )
 
 
 def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
@@ -321,9 +379,17 @@ def _read_metadata(path: Path, reader: dcp.HuggingFaceStorageReader) -> Metadata
         raise CheckpointError(f"{path} is not a checkpoint: {_cause(error)}.") from error
 
 
-def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
-    stored_shapes = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
-    stored_shapes = {name: shape for name, shape in stored_shapes.items() if not name.startswith("random.")}
+def _check_same_model(
+    path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata
+) -> None:
+    stored_shapes = {
+        name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()
+    }
+    stored_shapes = {
+        name: shape
+        for name, shape in stored_shapes.items()
+        if not name.startswith("random.")
+    }
     for name in sorted(stored_shapes.keys() | wanted.keys()):
         if stored_shapes.get(name) != wanted.get(name):
             raise CheckpointError(
@@ -336,4 +402,8 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {_cause(cause)}"
-    return f"{type(error).__name__}: {clause(error)}" if str(error).strip() else type(error).__name__
+    return (
+        f"{type(error).__name__}: {clause(error)}"
+        if str(error).strip()
+        else type(error).__name__
+    )

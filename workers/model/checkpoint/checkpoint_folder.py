@@ -52,7 +52,9 @@ def check_json(extra: dict[str, Any]) -> dict[str, Any]:
     try:
         copy = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
-        raise DataError(f"the caller's part of a checkpoint must be JSON: {error}.") from None
+        raise DataError(
+            f"the caller's part of a checkpoint must be JSON: {error}."
+        ) from None
     if copy != extra:
         raise DataError(
             "the caller's part of a checkpoint changes in JSON: use lists and text keys, and no NaN."
@@ -86,7 +88,10 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     it.
     """
     for name, stored in manifest.files.items():
-        if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
+        if (
+            not (unfinished / name).is_file()
+            or (unfinished / name).stat().st_size != stored.size
+        ):
             raise CheckpointError(
                 f"{unfinished / name} was written and is not seen here. Use a folder all nodes share."
             )
@@ -121,15 +126,28 @@ def read_manifest(path: Path) -> Manifest:
             )
         digest = content.pop("sha256", None)
         if digest != _digest(content) and digest is not None:  # earlier versions wrote none
-            raise CheckpointError(f"{path} is torn: its {MANIFEST} is not what was written.")
-        files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
+            raise CheckpointError(
+                f"{path} is torn: its {MANIFEST} is not what was written."
+            )
+        files = {
+            name: StoredFile(**stored) for name, stored in content.pop("files").items()
+        }
         content.pop("score", None)  # in checkpoints of earlier versions
         manifest = Manifest(**content, files=files)
         if not isinstance(manifest.step, int) or not isinstance(manifest.world_size, int):
             raise TypeError("step and world_size must be whole numbers")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}.") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: it has no {MANIFEST}."
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: its {MANIFEST} is not readable ({why_not_json(error)})."
         ) from None
@@ -139,7 +157,11 @@ def read_manifest(path: Path) -> Manifest:
 
 def _check_listing(path: Path, manifest: Manifest) -> None:
     # Refuse any other file, so that no foreign one is opened.
-    sizes = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
+    sizes = {
+        entry.name: entry.stat().st_size
+        for entry in path.iterdir()
+        if entry.name != MANIFEST
+    }
     wanted = {name: stored.size for name, stored in manifest.files.items()}
     for name in sorted(sizes.keys() | wanted.keys()):
         if sizes.get(name) != wanted.get(name):
@@ -153,7 +175,9 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Compare checksums. Raises CheckpointError, naming the first torn file."""
     for name in names:
         if StoredFile.of(path / name) != manifest.files[name]:
-            raise CheckpointError(f"{path} is torn: the contents of {name} are not what was written.")
+            raise CheckpointError(
+                f"{path} is torn: the contents of {name} are not what was written."
+            )
 
 
 def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:

@@ -48,7 +48,9 @@ def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
     return rules
 
 
-def _plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> dict[str, Conversion]:
+def _plan_conversions(
+    names: Iterable[str], rules: Sequence[WeightTransform]
+) -> dict[str, Conversion]:
     reversed_rules = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reversed_rules if isinstance(rule, WeightConverter)]
@@ -102,10 +104,18 @@ class CheckpointWeights:
             for name, weight in weights.items()
         }
         self.plan = _plan_conversions(weights, rules)
-        self.updated = [conversion for conversion in self.plan.values() if not frozen.issuperset(conversion)]
-        model._weight_conversions = list(rules)  # which only the rank that read the files has
+        self.updated = [
+            conversion
+            for conversion in self.plan.values()
+            if not frozen.issuperset(conversion)
+        ]
+        model._weight_conversions = list(
+            rules
+        )  # which only the rank that read the files has
 
-    def metadata(self, plan: Iterable[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def metadata(
+        self, plan: Iterable[Conversion], dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
         """Return meta tensors of all that `plan` makes, in order."""
         tensors: dict[str, Tensor] = {}
         for conversion in plan:
@@ -115,7 +125,10 @@ class CheckpointWeights:
         return tensors
 
     def convert(
-        self, plan: Iterable[Conversion], dtype: torch.dtype | None = None, keeper: int | None = None
+        self,
+        plan: Iterable[Conversion],
+        dtype: torch.dtype | None = None,
+        keeper: int | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by name. Collective: every rank runs the iterator to its end.
 
@@ -123,7 +136,9 @@ class CheckpointWeights:
         """
         shards = self._current_shards()
         for conversion in plan:
-            yield from self._converted(conversion, shards, dtype, keeper).items()  # freed before the next
+            yield from self._converted(
+                conversion, shards, dtype, keeper
+            ).items()  # freed before the next
 
     def _converted(
         self,
@@ -133,7 +148,11 @@ class CheckpointWeights:
         keeper: int | None,
     ) -> dict[str, Tensor]:
         weights = {name: self._gathered(name, shards, dtype) for name in conversion}
-        return revert_weight_conversion(self.model, weights) if keeper in (None, dist.get_rank()) else {}
+        return (
+            revert_weight_conversion(self.model, weights)
+            if keeper in (None, dist.get_rank())
+            else {}
+        )
 
     def has(self, name: str) -> bool:
         return name in self._empty
@@ -142,10 +161,16 @@ class CheckpointWeights:
         """Return a weight by its name in memory, on every rank. Collective."""
         return self._gathered(name, self._current_shards(), dtype)
 
-    def _gathered(self, name: str, shards: Mapping[str, Shard], dtype: torch.dtype | None) -> Tensor:
+    def _gathered(
+        self, name: str, shards: Mapping[str, Shard], dtype: torch.dtype | None
+    ) -> Tensor:
         holder = self._stage.holder_of(name)
         # Cast before: fewer bytes travel.
-        mine = full_tensor(shards[name].on(self._device, dtype)) if holder == self._stage.index else None
+        mine = (
+            full_tensor(shards[name].on(self._device, dtype))
+            if holder == self._stage.index
+            else None
+        )
         return self._stage.to_all(mine, holder, self._like(name, dtype), self._device)
 
     def _like(self, name: str, dtype: torch.dtype | None) -> Tensor:

@@ -38,14 +38,29 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 FILE_BYTES = 5 * 10**9
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
 """Suffixes of weights and their indices, in any format, including pickles."""
 
 
 def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype in a model's config.json, or `default`."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    config = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
+    dtype = getattr(config, "dtype", None) or getattr(
+        config.get_text_config(), "dtype", None
+    )
     return dtype if isinstance(dtype, torch.dtype) else default
 
 
@@ -54,11 +69,15 @@ def _plan_files(
 ) -> list[tuple[str, list[Conversion]]]:
     tied = set(weights.model.all_tied_weights_keys)
     conversions = {
-        target: conversion for target, conversion in weights.plan.items() if not tied & set(conversion)
+        target: conversion
+        for target, conversion in weights.plan.items()
+        if not tied & set(conversion)
     }
 
     def size(conversion: Conversion) -> int:
-        return sum(weight.nbytes for weight in weights.metadata([conversion], dtype).values())
+        return sum(
+            weight.nbytes for weight in weights.metadata([conversion], dtype).values()
+        )
 
     split = split_state_dict_into_shards_factory(
         conversions,
@@ -106,7 +125,9 @@ def _replaced(path: Path) -> Iterator[Path]:
     """Replace `path` by the new folder that all ranks write to. Only one engine writes to `path`
     at a time.
     """
-    unfinished, replaced = (path.with_name(f"{path.name}.{suffix}") for suffix in ("unfinished", "replaced"))
+    unfinished, replaced = (
+        path.with_name(f"{path.name}.{suffix}") for suffix in ("unfinished", "replaced")
+    )
 
     def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -139,7 +160,9 @@ def _write_round(
         for name, weight in weights.convert(conversions, dtype, keeper=writer):
             mine[name] = weight.cpu().clone(memory_format=torch.contiguous_format)
     rank = dist.get_rank()
-    _together(lambda: write_weights(mine, folder / files[rank][0]) if mine else None, folder)
+    _together(
+        lambda: write_weights(mine, folder / files[rank][0]) if mine else None, folder
+    )
 
 
 def _write_metadata(
@@ -151,14 +174,24 @@ def _write_metadata(
 ) -> None:
     missing = [name for name, _ in files if not (folder / name).exists()]
     if missing:
-        raise OSError(f"{missing[0]} of another rank is missing. Use a folder that all nodes share.")
+        raise OSError(
+            f"{missing[0]} of another rank is missing. Use a folder that all nodes share."
+        )
     metadata = {name: weights.metadata(conversions, dtype) for name, conversions in files}
     if len(files) > 1:
-        total = sum(weight.nbytes for file_metadata in metadata.values() for weight in file_metadata.values())
-        names = {name: file for file, file_metadata in metadata.items() for name in file_metadata}
+        total = sum(
+            weight.nbytes
+            for file_metadata in metadata.values()
+            for weight in file_metadata.values()
+        )
+        names = {
+            name: file for file, file_metadata in metadata.items() for name in file_metadata
+        }
         index = {"metadata": {"total_size": total}, "weight_map": names}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _copy_files(Path(str(cached_file(source, "config.json", local_files_only=True))).parent, folder)
+    _copy_files(
+        Path(str(cached_file(source, "config.json", local_files_only=True))).parent, folder
+    )
     _write_config(weights.model, folder, dtype)
     _describe_as_plain(folder / "config.json")
 
@@ -175,7 +208,11 @@ def _copy_files(source: Path, folder: Path) -> None:
     """Copy the other files: a model saved by transformers would lose end tokens and sampling values."""
     for pattern in ("*", "additional_chat_templates/*"):
         for file in source.glob(pattern):
-            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
+            if (
+                file.is_file()
+                and not file.name.startswith(".")
+                and not file.name.endswith(WEIGHTS)
+            ):
                 copy = folder / file.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
@@ -191,12 +228,16 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
     # Another model: a new value head, or text only.
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    source_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    source_config = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     keys = ("architectures", "model_type", "num_labels", "pad_token_id")
     if all(getattr(config, key, None) == getattr(source_config, key, None) for key in keys):
         return
     config.dtype = dtype
-    config.to_json_file(folder / "config.json")  # `save_pretrained` refuses generation settings
+    config.to_json_file(
+        folder / "config.json"
+    )  # `save_pretrained` refuses generation settings
 
 
 def _on_rank_zero(action: Callable[[], None], path: Path) -> None:

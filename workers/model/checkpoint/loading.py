@@ -63,9 +63,13 @@ class Source(Generic[Packed]):
         self.module.to_empty(device=torch.device("cpu") if cpu_offload else device)
         _tie_again(self.module.model)
         state = full_model.state_dict() if full_model else {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, strict=False
+        )
         set_model_state_dict(self.module, state, options=options)
-        _fill_buffers(self.module, dict(full_model.named_buffers()) if full_model else {}, device)
+        _fill_buffers(
+            self.module, dict(full_model.named_buffers()) if full_model else {}, device
+        )
 
 
 def _tie_again(model: Any) -> None:
@@ -76,7 +80,9 @@ def _tie_again(model: Any) -> None:
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
 
 
-def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
+def _fill_buffers(
+    skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device
+) -> None:
     """Copy buffers outside state dicts (rotary frequencies), which `to_empty` leaves uninitialised."""
     described = [{name: value.to("meta") for name, value in values.items()}]
     dist.broadcast_object_list(described, src=0)

@@ -69,11 +69,15 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Adapters of a skeleton on the meta device have no memory.
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=base.is_meta)
+        peft.inject_adapter_in_model(
+            settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=base.is_meta
+        )
         add_expert_adapters(model, config)
     if config.target_parameters:
         names = config.target_parameters.split(",")
-        model.peft_config[ADAPTER].target_parameters = sorted(name.strip() for name in names)
+        model.peft_config[ADAPTER].target_parameters = sorted(
+            name.strip() for name in names
+        )
     for name, layer in _peft_layers(model).items():
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
@@ -140,7 +144,9 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
     return shards
 
 
-def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(
+    model: PreTrainedModel, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Yield whole A and B under peft's names, one at a time on `device`. Collective."""
     for name, weight in model.state_dict().items():
         if is_adapter(name) and not name.endswith(f".{ADAPTER}"):
@@ -158,7 +164,9 @@ def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Pat
     settings.save_pretrained(str(path))
 
 
-def adapter_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, np.ndarray]:
+def adapter_files(
+    model: PreTrainedModel, weights: dict[str, Tensor]
+) -> dict[str, np.ndarray]:
     """Return the files of `write_adapters` by name, uint8 [bytes]."""
     with TemporaryDirectory() as folder:
         write_adapters(model, weights, Path(folder))
@@ -172,7 +180,9 @@ def _whole_like(layer: Any) -> Tensor:
 
 def _merged(layer: Any, device: torch.device) -> Tensor:
     weight = layer.base_layer.weight.detach().to(device)
-    a, b = (part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B))
+    a, b = (
+        part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B)
+    )
     if isinstance(a, DTensor):
         a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
     return weight + (b @ a) * layer.scaling[ADAPTER]
@@ -194,7 +204,9 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     if not linear_names:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
-        return sorted(linear_names)  # peft's default includes an MoE's router and fused experts
+        return sorted(
+            linear_names
+        )  # peft's default includes an MoE's router and fused experts
     names = [name.strip() for name in setting.split(",")]
     for name in names:
         if name not in linear_names:
@@ -224,7 +236,9 @@ def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
     """
     import peft
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_config_for_transformers,
+    )
 
     settings = peft.LoraConfig(target_modules=[name])
     try:
@@ -241,7 +255,11 @@ def _outside_decoder(model: PreTrainedModel, names: list[str]) -> list[str]:
     """
     inside = {id(module) for module in decoder_of(model).modules()} - _frozen_modules(model)
     every = model.named_modules()
-    return [name for name, module in every if id(module) not in inside and name.rpartition(".")[2] in names]
+    return [
+        name
+        for name, module in every
+        if id(module) not in inside and name.rpartition(".")[2] in names
+    ]
 
 
 def _frozen_modules(model: PreTrainedModel) -> set[int]:
@@ -255,4 +273,8 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 def _peft_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }

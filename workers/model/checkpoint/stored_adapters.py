@@ -57,12 +57,22 @@ def load_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a skeleton takes no values
-            result: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=ADAPTER)
+            result: Any = peft.set_peft_model_state_dict(
+                model, weights, adapter_name=ADAPTER
+            )
     except RuntimeError as error:  # of torch, for shapes
-        raise ConfigError(f"{key}: the adapters are of another model: {clause(error)}.") from error
-    missing = [name for name in result.missing_keys if is_adapter(name) and not name.endswith(f".{ADAPTER}")]
+        raise ConfigError(
+            f"{key}: the adapters are of another model: {clause(error)}."
+        ) from error
+    missing = [
+        name
+        for name in result.missing_keys
+        if is_adapter(name) and not name.endswith(f".{ADAPTER}")
+    ]
     if names := sorted(result.unexpected_keys) or missing:
-        modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights})
+        modules = sorted(
+            {name.partition(".lora_")[0].rpartition(".")[2] for name in weights}
+        )
         problem = "has no place here" if result.unexpected_keys else "is missing there"
         raise ConfigError(
             f"{key}: {names[0]} {problem}. If model.path={model.name_or_path} is the model of the adapters, "
@@ -74,7 +84,9 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _check_settings(key: str, stored: dict[str, Any], ours: dict[str, Any], config: LoraConfig) -> None:
+def _check_settings(
+    key: str, stored: dict[str, Any], ours: dict[str, Any], config: LoraConfig
+) -> None:
     for field, name in SETTINGS.items():
         if stored[field] != ours[field]:
             fix = f"{key} has {field}={stored[field]}. Set {stored[field]}."
@@ -86,7 +98,11 @@ def _check_settings(key: str, stored: dict[str, Any], ours: dict[str, Any], conf
             f"{','.join(parameters) or 'no such weights'}. Set {','.join(parameters) or 'none'}."
         )
     for field, value in stored.items():
-        if field in ABOUT_TRAINING or value == ours.get(field) or not (value or ours.get(field)):
+        if (
+            field in ABOUT_TRAINING
+            or value == ours.get(field)
+            or not (value or ours.get(field))
+        ):
             continue
         if field == "init_lora_weights" and (value is False or value in RANDOM):
             continue

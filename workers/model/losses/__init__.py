@@ -19,7 +19,14 @@ from workers.model.losses.aggregation import Denominators, group_tokens, token_w
 from workers.model.losses.clip_cov import hold_back
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import kl_estimate, kl_of_loss
-from workers.model.losses.predictions import Predictions, Statistic, Statistics, mean, to_metrics, total
+from workers.model.losses.predictions import (
+    Predictions,
+    Statistic,
+    Statistics,
+    mean,
+    to_metrics,
+    total,
+)
 from workers.model.losses.ratio_losses import ppo_clip
 from workers.model.losses.registry import (
     POLICY_LOSSES,

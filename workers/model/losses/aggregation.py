@@ -29,7 +29,11 @@ class Denominators:
     groups: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens <= 0 or self.sequences <= 0 or (self.groups is not None and self.groups <= 0):
+        if (
+            self.tokens <= 0
+            or self.sequences <= 0
+            or (self.groups is not None and self.groups <= 0)
+        ):
             raise DataError(
                 f"a mini-batch has {self.tokens} loss tokens in {self.sequences} sequences: nothing to learn"
             )
@@ -46,11 +50,16 @@ def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
     """Return the column `group_tokens`: loss tokens in the group of each sequence, int64 [B]. groups: int64
     [B].
     """
-    return groups.new_zeros(int(groups.max()) + 1).index_add_(0, groups, sequences.loss_token_counts)[groups]
+    return groups.new_zeros(int(groups.max()) + 1).index_add_(
+        0, groups, sequences.loss_token_counts
+    )[groups]
 
 
 def token_weights(
-    predictions: PackedTokens, denominators: Denominators, aggregation: str, constant_length: int = 0
+    predictions: PackedTokens,
+    denominators: Denominators,
+    aggregation: str,
+    constant_length: int = 0,
 ) -> Tensor:
     """Return the weight of each token's loss, float64 [N]. The aggregate is the weighted sum over the
     mini-batch.
@@ -66,12 +75,17 @@ def token_weights(
     Raises ConfigError for an unknown name or a norm without `constant_length`, DataError if groups are not
     counted.
     """
-    ones = torch.ones(len(predictions), dtype=torch.float64, device=predictions.sequence_index.device)
+    ones = torch.ones(
+        len(predictions), dtype=torch.float64, device=predictions.sequence_index.device
+    )
     sequences = predictions.columns.get("mini_batch_samples", denominators.sequences)
     if aggregation == "token_mean":
         return ones / denominators.tokens
     if aggregation == "sequence_mean_token_mean":
-        return ones / (sequences * predictions.columns.get("sample_tokens", predictions.sequence_tokens))
+        return ones / (
+            sequences
+            * predictions.columns.get("sample_tokens", predictions.sequence_tokens)
+        )
     if aggregation == "sequence_mean_token_sum":
         return ones / sequences
     if aggregation == "sequence_mean_token_sum_norm":

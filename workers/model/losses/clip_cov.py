@@ -51,8 +51,12 @@ def hold_back(
     advantages = _loss_tokens(parts, masks, "advantages")
     covariance = _covariance(log_probs, advantages, denominators.tokens, groups)
     if config.name == "clip_cov":
-        priority = _hash(torch.stack([log_probs, advantages, _loss_positions(parts, masks)]))
-        candidates = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
+        priority = _hash(
+            torch.stack([log_probs, advantages, _loss_positions(parts, masks)])
+        )
+        candidates = (covariance > config.clip_cov_low) & (
+            covariance < config.clip_cov_high
+        )
     else:
         priority = covariance
         candidates = covariance > 0
@@ -100,7 +104,10 @@ def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statis
 
 
 def _covariance(
-    log_probs: Tensor, advantages: Tensor, tokens: float, groups: Sequence[dist.ProcessGroup]
+    log_probs: Tensor,
+    advantages: Tensor,
+    tokens: float,
+    groups: Sequence[dist.ProcessGroup],
 ) -> Tensor:
     means = torch.stack([log_probs.sum(), advantages.sum()]) / tokens
     for group in groups:
@@ -108,7 +115,9 @@ def _covariance(
     return (log_probs - means[0]) * (advantages - means[1])
 
 
-def _smallest_of_highest(values: Tensor, count: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _smallest_of_highest(
+    values: Tensor, count: int, groups: Sequence[dist.ProcessGroup]
+) -> Tensor:
     """Return the count-th highest value over all ranks, 0-d: the lowest if fewer, infinity if none."""
     highest = torch.cat([values, values.new_full((count,), -torch.inf)]).topk(count).values
     for group in groups:
@@ -138,7 +147,10 @@ def _shift_right(bits: Tensor, places: int) -> Tensor:
 
 def _loss_tokens(parts: Sequence[DataProto], masks: Sequence[Tensor], name: str) -> Tensor:
     return torch.cat(
-        [_token_column(part, name)[mask].double() for part, mask in zip(parts, masks, strict=True)]
+        [
+            _token_column(part, name)[mask].double()
+            for part, mask in zip(parts, masks, strict=True)
+        ]
     )
 
 
@@ -146,7 +158,9 @@ def _token_column(part: DataProto, name: str) -> Tensor:
     if name in part.tokens:
         return part.tokens[name]
     if name in part.columns:
-        return part.columns[name].repeat_interleave(part.lengths.to(part.columns[name].device))
+        return part.columns[name].repeat_interleave(
+            part.lengths.to(part.columns[name].device)
+        )
     raise DataError(
         f"the loss needs the column {name!r}. The batch has {sorted(part.tokens | part.columns)}."
     )
@@ -156,7 +170,9 @@ def _loss_positions(parts: Sequence[DataProto], masks: Sequence[Tensor]) -> Tens
     positions = []
     for part, mask in zip(parts, masks, strict=True):
         starts = torch.from_numpy(part.offsets)[part.owner]
-        positions.append((torch.arange(len(starts)) - starts).to(mask.device, torch.float64)[mask])
+        positions.append(
+            (torch.arange(len(starts)) - starts).to(mask.device, torch.float64)[mask]
+        )
     return torch.cat(positions)
 
 

@@ -49,17 +49,23 @@ def correction_weights(
         **extreme("rollout_weight_min", weights, Reduction.MIN),
     }
     if config.weights != "none":
-        statistics["rollout_truncated_fraction"] = mean((importance >= config.cap).to(log_ratio.dtype))
+        statistics["rollout_truncated_fraction"] = mean(
+            (importance >= config.cap).to(log_ratio.dtype)
+        )
     return weights, statistics
 
 
 def log_ratio_to_rollout(predictions: Predictions) -> Tensor:
     """Return log rho_t [N], without gradient."""
     current = predictions.log_probs.detach()
-    return predictions.columns.get("old_log_probs", current) - predictions["rollout_log_probs"]
+    return (
+        predictions.columns.get("old_log_probs", current) - predictions["rollout_log_probs"]
+    )
 
 
-def _importance(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+def _importance(
+    predictions: Predictions, log_ratio: Tensor, config: RolloutCorrectionConfig
+) -> Tensor:
     if config.weights == "none":
         return torch.ones_like(log_ratio)
     if config.weights not in ("token", "sequence"):
@@ -72,7 +78,9 @@ def _importance(predictions: Predictions, log_ratio: Tensor, config: RolloutCorr
     return log_ratio.clamp(max=math.log(config.cap)).exp()
 
 
-def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+def _kept(
+    predictions: Predictions, log_ratio: Tensor, config: RolloutCorrectionConfig
+) -> Tensor:
     if config.rejection == "none":
         return torch.ones_like(log_ratio, dtype=torch.bool)
     if config.rejection not in ("token", "sequence"):
@@ -82,7 +90,9 @@ def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrection
         )
     if config.rejection == "sequence":
         log_ratio = predictions.sequence_mean(log_ratio)
-    return (log_ratio >= math.log(config.rejection_low)) & (log_ratio <= math.log(config.rejection_high))
+    return (log_ratio >= math.log(config.rejection_low)) & (
+        log_ratio <= math.log(config.rejection_high)
+    )
 
 
 def rollout_mismatch(predictions: Predictions) -> Statistics:

@@ -37,22 +37,34 @@ class WholeLayer:
         head = layer.head
         rows = slice(head.first_id, head.first_id + len(layer.weight))
         weight, bias = (
-            None if array is None else as_tensor(np.array(array[rows]), self.dtype).to(layer.weight.device)
+            None
+            if array is None
+            else as_tensor(np.array(array[rows]), self.dtype).to(layer.weight.device)
             for array in (self.weight, self.bias)
         )
         return TeacherLayer(
-            weight, bias, Head(head.temperature, self.softcap, self.factor, head.group, head.first_id)
+            weight,
+            bias,
+            Head(head.temperature, self.softcap, self.factor, head.group, head.first_id),
         )
 
 
 def as_numpy(values: Tensor) -> Any:
     """Return a tensor as NumPy, bfloat16 as int16, which `as_tensor` reverses."""
-    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).cpu().numpy()
+    return (
+        (values.view(torch.int16) if values.dtype == torch.bfloat16 else values)
+        .cpu()
+        .numpy()
+    )
 
 
 def as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
     tensor = torch.as_tensor(values)
-    return tensor.view(dtype) if dtype == torch.bfloat16 and tensor.dtype == torch.int16 else tensor
+    return (
+        tensor.view(dtype)
+        if dtype == torch.bfloat16 and tensor.dtype == torch.int16
+        else tensor
+    )
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,15 @@ def with_teacher_prompts(batch: DataProto) -> DataProto:
         row = batch.row(index)
         start = len(row["input_ids"]) - int(response_lengths[index])
         ids, mask = (row[name][start:] for name in ("input_ids", "loss_mask"))
-        rows.append({"input_ids": torch.cat([prompt, ids]), "loss_mask": torch.cat([prompt < 0, mask])})
-    shared = {name: values for name, values in batch.columns.items() if name == CONTEXT_DEGREE}
+        rows.append(
+            {
+                "input_ids": torch.cat([prompt, ids]),
+                "loss_mask": torch.cat([prompt < 0, mask]),
+            }
+        )
+    shared = {
+        name: values for name, values in batch.columns.items() if name == CONTEXT_DEGREE
+    }
     return DataProto.from_list(rows, shared)
 
 
@@ -99,7 +118,9 @@ def at_tokens_of(batch: DataProto, read: DataProto, values: Any) -> Any:
     if read is batch:
         return values
     batch_values = np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype)
-    batch_values[batch.tokens["loss_mask"].numpy()] = values[read.tokens["loss_mask"].numpy()]
+    batch_values[batch.tokens["loss_mask"].numpy()] = values[
+        read.tokens["loss_mask"].numpy()
+    ]
     return batch_values
 
 
@@ -113,16 +134,25 @@ class Distilled:
 
     def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
         outputs = log_probs_of(layer, rows.targets)
-        if not len(rows.targets):  # such as of a rank without sequences, which have no columns
+        if not len(
+            rows.targets
+        ):  # such as of a rank without sequences, which have no columns
             return *outputs, outputs[0]
         teacher = rows.teacher
         if self.whole is None:
-            top = {"ids": teacher["teacher_top_ids"].long(), "log_probs": teacher["teacher_top_log_probs"]}
+            top = {
+                "ids": teacher["teacher_top_ids"].long(),
+                "log_probs": teacher["teacher_top_log_probs"],
+            }
             return *outputs, linear_divergence(layer, self.divergence, **top)
-        if self.own is None:  # for one mini-batch, because colocated engines need the memory between updates
+        if (
+            self.own is None
+        ):  # for one mini-batch, because colocated engines need the memory between updates
             self.own = self.whole.on(layer)
         hidden = as_tensor(teacher["teacher_hidden"], self.whole.dtype)
-        divergence = linear_divergence(layer, self.divergence, teacher=self.own, teacher_hidden=hidden)
+        divergence = linear_divergence(
+            layer, self.divergence, teacher=self.own, teacher_hidden=hidden
+        )
         return *outputs, divergence
 
 
@@ -133,14 +163,22 @@ class WithHidden:
     read: Distilled | None
 
     def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
-        outputs = log_probs_of(layer, rows.targets) if self.read is None else self.read(rows, layer)
+        outputs = (
+            log_probs_of(layer, rows.targets)
+            if self.read is None
+            else self.read(rows, layer)
+        )
         return *outputs, layer.hidden.clone()
 
 
-def distilled(loss_function: Any, teacher_layer: WholeLayer | None) -> Distilled | WithHidden | None:
+def distilled(
+    loss_function: Any, teacher_layer: WholeLayer | None
+) -> Distilled | WithHidden | None:
     """Return what a model with this loss reads, or None for log-probs and entropy."""
     settings: DistillationConfig | None = getattr(loss_function, "distillation", None)
     read = None
     if settings is not None and settings.compares_distributions:
-        read = Distilled(settings.divergence, teacher_layer if settings.over == "vocabulary" else None)
+        read = Distilled(
+            settings.divergence, teacher_layer if settings.over == "vocabulary" else None
+        )
     return WithHidden(read) if getattr(loss_function, "reads_hidden", False) else read

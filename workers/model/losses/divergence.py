@@ -31,7 +31,9 @@ from torch.autograd.function import once_differentiable
 
 from workers.model.losses.logprobs import Head, OutputLayer, chunks, layer_gradients
 
-LEAST_LOG_PROB = -60.0  # of the rest of the vocabulary: its gradient divides by its probability
+LEAST_LOG_PROB = (
+    -60.0
+)  # of the rest of the vocabulary: its gradient divides by its probability
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ def top_log_probs(layer: OutputLayer, *, count: int, tokens: int) -> tuple[Tenso
         ids[rows] = places.gather(-1, best)
         total = head.logsumexp(logits)
         log_probs[rows, :count] = top_logits.gather(-1, best) - total[:, None]
-        log_probs[rows, count] = _rest(logits, *head.own(ids[rows], len(weight)), head) - total
+        log_probs[rows, count] = (
+            _rest(logits, *head.own(ids[rows], len(weight)), head) - total
+        )
     return ids, log_probs.clamp_(min=LEAST_LOG_PROB)
 
 
@@ -117,7 +121,9 @@ def _rest(logits: Tensor, places: Tensor, mine: Tensor, head: Head) -> Tensor:
     """Return logsumexp of the logits [n, V] outside `places` [n, k], of which those that are `mine` are here:
     [n].
     """
-    is_top = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
+    is_top = torch.zeros(
+        len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device
+    )
     is_top.scatter_(-1, places.where(mine, logits.shape[1]), True)
     return head.logsumexp(logits.masked_fill(is_top[:, :-1], torch.finfo(logits.dtype).min))
 
@@ -163,12 +169,19 @@ class _OverVocabulary(torch.autograd.Function):
 
         layer = hidden, weight, bias
         gradients = layer_gradients(
-            layer, ctx.needs_input_grad[:3], total_w.dtype, ctx.head, ctx.chunk_tokens, of_logits
+            layer,
+            ctx.needs_input_grad[:3],
+            total_w.dtype,
+            ctx.head,
+            ctx.chunk_tokens,
+            of_logits,
         )
         return *gradients, None, None, None, None, None
 
 
-def _log_probs_of_both(layer: TeacherLayer, head: Head, dtype: torch.dtype, teacher_hidden: Tensor) -> Any:
+def _log_probs_of_both(
+    layer: TeacherLayer, head: Head, dtype: torch.dtype, teacher_hidden: Tensor
+) -> Any:
     def of_chunk(rows: slice, raw: Tensor) -> tuple[Any, Tensor, Tensor]:
         logits = head.scaled(raw, dtype)
         slope = head.slope(logits)
@@ -222,7 +235,9 @@ class _OverTop(torch.autograd.Function):
             slope = head.slope(logits)
             gradient = (logits - normalizer[rows, None]).exp_().mul_(factor[rows, None])
             places, mine = head.own(ids[rows], len(weight))
-            gradient.scatter_add_(-1, places, at_top[rows].where(mine, 0.0)).mul_(grad[rows, None])
+            gradient.scatter_add_(-1, places, at_top[rows].where(mine, 0.0)).mul_(
+                grad[rows, None]
+            )
             return _of_raw(gradient, slope, raw, ctx.needs_input_grad[2])
 
         layer = hidden, weight, bias
@@ -232,7 +247,9 @@ class _OverTop(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
-def _of_raw(grad: Tensor, slope: Any, raw: Tensor, needs_bias: bool) -> tuple[Tensor, Tensor | None]:
+def _of_raw(
+    grad: Tensor, slope: Any, raw: Tensor, needs_bias: bool
+) -> tuple[Tensor, Tensor | None]:
     if slope is not None:
         grad.mul_(slope)
     return grad.to(raw.dtype), grad.sum(0) if needs_bias else None

@@ -42,10 +42,14 @@ def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
         return bounded_expm1(log_ratio) - log_ratio
     if estimator == "absolute":
         return log_ratio.abs()
-    raise ConfigError(f"algorithm.loss.kl_estimator={estimator} is not one of k1, k2, k3, absolute")
+    raise ConfigError(
+        f"algorithm.loss.kl_estimator={estimator} is not one of k1, k2, k3, absolute"
+    )
 
 
-def kl_of_loss(log_ratio: Tensor, importance: Tensor, estimator: str, correction: str) -> Tensor:
+def kl_of_loss(
+    log_ratio: Tensor, importance: Tensor, estimator: str, correction: str
+) -> Tensor:
     """Return KL_t [N] of a loss, whose gradient should be the gradient of KL(pi || pi_ref).
 
         none                KL_t = k(x_t)

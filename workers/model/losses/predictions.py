@@ -71,20 +71,27 @@ class PackedTokens:
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Return the sum of [N] over each sequence, at each of its tokens: [N]."""
-        sums = values.new_zeros(self.num_sequences).index_add(0, self.sequence_index, values)
+        sums = values.new_zeros(self.num_sequences).index_add(
+            0, self.sequence_index, values
+        )
         return sums[self.sequence_index]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return the mean of [N] over each sequence, at each of its tokens: [N]."""
         return self.sequence_sum(values) / self.sequence_tokens.to(values.dtype)
 
-    def _part(self: Tokens, sequence: int, start: int, stop: int, **outputs: Tensor) -> Tokens:
+    def _part(
+        self: Tokens, sequence: int, start: int, stop: int, **outputs: Tensor
+    ) -> Tokens:
         return replace(
             self,
             columns={name: values[start:stop] for name, values in self.columns.items()},
             sequence_index=torch.zeros_like(self.sequence_index[start:stop]),
             num_sequences=1,
-            objects={name: values[sequence : sequence + 1] for name, values in self.objects.items()},
+            objects={
+                name: values[sequence : sequence + 1]
+                for name, values in self.objects.items()
+            },
             **outputs,
         )
 
@@ -111,16 +118,24 @@ class Predictions(PackedTokens):
     hidden: Tensor | None = None
 
     @classmethod
-    def gather(cls, outputs: Sequence[Tensor], sequences: DataProto, rows: ModelInput) -> "Predictions":
+    def gather(
+        cls, outputs: Sequence[Tensor], sequences: DataProto, rows: ModelInput
+    ) -> "Predictions":
         """Join the model's outputs, in the order of the fields, with the columns of the micro-batch.
 
         Outputs are [N], but for the hidden states.
         """
         columns = dict(
-            zip(("log_probs", "entropy", "divergence"), (o for o in outputs if o.dim() == 1), strict=False)
+            zip(
+                ("log_probs", "entropy", "divergence"),
+                (o for o in outputs if o.dim() == 1),
+                strict=False,
+            )
         )
         hidden = next((output for output in outputs if output.dim() == 2), None)
-        return cls(**columns, hidden=hidden, **columns_at(sequences, rows, outputs[0].device))
+        return cls(
+            **columns, hidden=hidden, **columns_at(sequences, rows, outputs[0].device)
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a column [N]. Before the only update on a batch, old log-probs are the current ones: ratios
@@ -134,15 +149,25 @@ class Predictions(PackedTokens):
         for sequence, start, stop in self._bounds():
             outputs = {"log_probs": self.log_probs, "entropy": self.entropy}
             outputs |= {"divergence": self.divergence, "hidden": self.hidden}
-            columns = {name: values[start:stop] for name, values in outputs.items() if values is not None}
+            columns = {
+                name: values[start:stop]
+                for name, values in outputs.items()
+                if values is not None
+            }
             yield self._part(sequence, start, stop, **columns)
 
 
-def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:
+def columns_at(
+    sequences: DataProto, rows: ModelInput, device: torch.device
+) -> dict[str, Any]:
     """Return the fields of `PackedTokens`, on `device`."""
     owner = rows.sequence_index
     columns = {name: values[owner] for name, values in sequences.columns.items()}
-    read = {name: values for name, values in sequences.tokens.items() if name not in NOT_OF_LOSSES}
+    read = {
+        name: values
+        for name, values in sequences.tokens.items()
+        if name not in NOT_OF_LOSSES
+    }
     columns |= {name: values[rows.loss_positions] for name, values in read.items()}
     sequence_index, *sent = to_device(device, owner, *columns.values())
     return {
@@ -168,7 +193,9 @@ class Statistic:
             return replace(self, value=torch.maximum(self.value, other.value))
         if self.reduction is Reduction.MIN:
             return replace(self, value=torch.minimum(self.value, other.value))
-        return replace(self, value=self.value + other.value, weight=self.weight + other.weight)
+        return replace(
+            self, value=self.value + other.value, weight=self.weight + other.weight
+        )
 
 
 Statistics = dict[str, Statistic]
@@ -196,7 +223,9 @@ def joined(parts: Iterable[Mapping[str, Statistic]]) -> Statistics:
     result: Statistics = {}
     for part in parts:
         for name, statistic in part.items():
-            result[name] = result[name].merge_with(statistic) if name in result else statistic
+            result[name] = (
+                result[name].merge_with(statistic) if name in result else statistic
+            )
     return result
 
 
@@ -205,7 +234,9 @@ def to_metrics(parts: Iterable[Mapping[str, Statistic]]) -> Metrics:
     named = [(name, statistic) for part in parts for name, statistic in part.items()]
     if not named:
         return {}
-    values = torch.stack([statistic.value.double() for _, statistic in named]).cpu().tolist()
+    values = (
+        torch.stack([statistic.value.double() for _, statistic in named]).cpu().tolist()
+    )
     return merge(
         {name: Metric(statistic.reduction, value, statistic.weight, statistic.count)}
         for (name, statistic), value in zip(named, values, strict=True)

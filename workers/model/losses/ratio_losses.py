@@ -16,7 +16,12 @@ from torch import Tensor
 from workers.config.roles import LossConfig
 from workers.model.losses.kl import bounded_exp, bounded_expm1
 from workers.model.losses.predictions import Predictions, Statistics, mean
-from workers.model.losses.registry import clip, log_ratio_to_old, policy_loss, ratio_statistics
+from workers.model.losses.registry import (
+    clip,
+    log_ratio_to_old,
+    policy_loss,
+    ratio_statistics,
+)
 
 
 @policy_loss("reinforce", aggregation="token_mean")
@@ -49,7 +54,9 @@ def ppo_clip(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
     return torch.minimum(losses, bound), statistics
 
 
-def surrogate(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
+def surrogate(
+    predictions: Predictions, config: LossConfig
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (clipped surrogate loss [N], where clipped, bool [N], log ratio [N])."""
     log_ratio = log_ratio_to_old(predictions)
     advantages = predictions["advantages"]
@@ -88,7 +95,8 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     log_ratio = log_ratio_to_old(predictions)
     advantages = predictions["advantages"]
     positive, negative = (
-        log_ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative)
+        log_ratio.new_tensor(tau)
+        for tau in (config.sapo_tau_positive, config.sapo_tau_negative)
     )
     tau = torch.where(advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * bounded_expm1(log_ratio))
@@ -114,7 +122,9 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     ratio = sequence_ratio(predictions, log_ratio)
     unclipped = ratio * advantages
     clipped = clip(ratio, config) * advantages
-    return -torch.minimum(unclipped, clipped), ratio_statistics(log_ratio, clipped < unclipped)
+    return -torch.minimum(unclipped, clipped), ratio_statistics(
+        log_ratio, clipped < unclipped
+    )
 
 
 def sequence_ratio(predictions: Predictions, log_ratio: Tensor) -> Tensor:
@@ -136,7 +146,9 @@ def gmpo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     log_ratio = log_ratio_to_old(predictions)
     advantages = predictions["advantages"]
     bounded = torch.where(
-        advantages > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
+        advantages > 0,
+        log_ratio.clamp(max=config.clip_high),
+        log_ratio.clamp(min=-config.clip_low),
     )
     ratio = bounded_exp(predictions.sequence_mean(bounded))
     return -advantages * ratio, ratio_statistics(log_ratio, bounded != log_ratio)

@@ -22,7 +22,14 @@ from workers.errors import ConfigError, DataError, quote
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
-from workers.model.losses.predictions import Predictions, Statistic, Statistics, joined, mean, total
+from workers.model.losses.predictions import (
+    Predictions,
+    Statistic,
+    Statistics,
+    joined,
+    mean,
+    total,
+)
 from workers.user_code.functions import load
 
 OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "skipped_steps")
@@ -154,13 +161,22 @@ class PolicyObjective:
 
     @property
     def aggregation(self) -> str:
-        return self.loss.aggregation if self.config.aggregation == "auto" else self.config.aggregation
+        return (
+            self.loss.aggregation
+            if self.config.aggregation == "auto"
+            else self.config.aggregation
+        )
 
-    def __call__(self, predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+    def __call__(
+        self, predictions: Predictions, denominators: Denominators
+    ) -> tuple[Tensor, Statistics]:
         config = self.config
         losses, statistics = _losses_and_statistics(self.loss.function(predictions, config))
         _check_result(losses, statistics, predictions, config.function or config.name)
-        statistics = statistics | {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
+        statistics = statistics | {
+            "entropy": mean(predictions.entropy),
+            **rollout_mismatch(predictions),
+        }
         taught = config.distillation
         if taught.coefficient and taught.over == "token":
             distance = (predictions.log_probs - predictions["teacher_log_probs"]).detach()
@@ -173,14 +189,21 @@ class PolicyObjective:
             losses = losses - config.entropy_coefficient * predictions.entropy
         if config.kl_coefficient or "reference_log_probs" in predictions.columns:
             log_ratio = predictions["reference_log_probs"] - predictions.log_probs
-            kl = kl_of_loss(log_ratio, ratio_to_old(predictions), config.kl_estimator, config.kl_correction)
+            kl = kl_of_loss(
+                log_ratio,
+                ratio_to_old(predictions),
+                config.kl_estimator,
+                config.kl_correction,
+            )
             losses = losses + config.kl_coefficient * kl
             statistics["reference_kl"] = mean(kl)
         if taught.compares_distributions:
             assert predictions.divergence is not None
             losses = losses + taught.coefficient * predictions.divergence
             statistics["teacher_divergence"] = mean(predictions.divergence)
-        loss = aggregate(losses, predictions, denominators, self.aggregation, config.constant_length)
+        loss = aggregate(
+            losses, predictions, denominators, self.aggregation, config.constant_length
+        )
         return loss, {"loss": total(loss), **statistics, **corrections}
 
 
@@ -193,10 +216,14 @@ def _losses_and_statistics(result: object) -> tuple[Tensor, Statistics]:
             text = f"a pair of {type(first).__name__} and {type(second).__name__}"
         case _:
             text = f"a {type(result).__name__}" if result is not None else "None"
-    raise DataError(f"the loss returned {text}. Return a tensor of losses and a dictionary of statistics.")
+    raise DataError(
+        f"the loss returned {text}. Return a tensor of losses and a dictionary of statistics."
+    )
 
 
-def _check_result(losses: Tensor, statistics: Statistics, predictions: Predictions, name: str) -> None:
+def _check_result(
+    losses: Tensor, statistics: Statistics, predictions: Predictions, name: str
+) -> None:
     """Raise DataError unless there is a loss for each token, and a statistic under each name."""
     if losses.shape != predictions.log_probs.shape:
         raise DataError(
@@ -214,7 +241,9 @@ def _check_result(losses: Tensor, statistics: Statistics, predictions: Predictio
                 f"policy loss {name} gave the statistic {key!r}, a metric of every policy. Rename it."
             )
         if not isinstance(key, str):
-            raise DataError(f"policy loss {name} gave a statistic named {quote(key)}. Name it by a text.")
+            raise DataError(
+                f"policy loss {name} gave a statistic named {quote(key)}. Name it by a text."
+            )
 
 
 def prepare(
@@ -224,7 +253,10 @@ def prepare(
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Sequence[DataProto]:
     """Return this rank's micro-batches with the columns that the loss adds. See `hold_back`."""
-    if isinstance(loss_function, PolicyObjective) and loss_function.loss.prepare is not None:
+    if (
+        isinstance(loss_function, PolicyObjective)
+        and loss_function.loss.prepare is not None
+    ):
         if any(CONTEXT_DEGREE in part.columns for part in parts):
             raise ConfigError(
                 "policy.parallel.context_parallel_degree=auto: does not work with losses that prepare a "

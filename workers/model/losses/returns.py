@@ -77,14 +77,17 @@ def token_kl(sequences: DataProto, estimator: str) -> Tensor:
     """Return the estimated KL of the sampling policy to the reference at each token, nats, float64 [N]."""
     mask = sequences.tokens["loss_mask"]
     sampled, reference = (
-        sequences.tokens[name][mask].double() for name in ("old_log_probs", "reference_log_probs")
+        sequences.tokens[name][mask].double()
+        for name in ("old_log_probs", "reference_log_probs")
     )
     return kl_estimate(reference - sampled, estimator)
 
 
 def sequence_kl(sequences: DataProto, estimator: str) -> Tensor:
     """Return sums over sequences, float64 [B]."""
-    owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.loss_token_counts)
+    owner = torch.repeat_interleave(
+        torch.arange(len(sequences)), sequences.loss_token_counts
+    )
     sums = torch.zeros(len(sequences), dtype=torch.float64)
     return sums.index_add(0, owner, token_kl(sequences, estimator))
 
@@ -125,7 +128,9 @@ def gae(
     return advantages, advantages + values
 
 
-def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float | np.ndarray) -> np.ndarray:
+def discounted_returns(
+    rewards: np.ndarray, lengths: np.ndarray, gamma: float | np.ndarray
+) -> np.ndarray:
     """Return G_t = r_t + gamma G_{t+1}, 0 after the last token, float64 [N]: `gae` with values 0 and lambda
     1.
 
@@ -152,13 +157,17 @@ def whiten(
     """
     values = values.double()
     once = torch.ones_like(values) if counted is None else counted.double()
-    total, count = _over_ranks(torch.stack([(once * values).sum(), once.sum()]), groups, device)
+    total, count = _over_ranks(
+        torch.stack([(once * values).sum(), once.sum()]), groups, device
+    )
     centred = values - total / count
     variance = _over_ranks((once * centred.square()).sum(), groups, device) / count
     return centred / (variance.sqrt() + EPSILON)
 
 
-def _over_ranks(sums: Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device | str) -> Tensor:
+def _over_ranks(
+    sums: Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device | str
+) -> Tensor:
     if not groups:
         return sums
     travelling = sums.to(device)

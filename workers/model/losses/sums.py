@@ -37,11 +37,16 @@ def _cispo(predictions: Predictions, config: SumLossConfig) -> Tensor:
 
 def _dro(predictions: Predictions, config: SumLossConfig) -> Tensor:
     log_ratio = predictions.log_probs - predictions["rollout_log_probs"]
-    return -predictions.log_probs * predictions["advantages"] + 0.5 * config.beta * log_ratio.square()
+    return (
+        -predictions.log_probs * predictions["advantages"]
+        + 0.5 * config.beta * log_ratio.square()
+    )
 
 
 def _gspo(predictions: Predictions, config: SumLossConfig) -> Tensor:
-    ratio = sequence_ratio(predictions, predictions.log_probs - predictions["rollout_log_probs"])
+    ratio = sequence_ratio(
+        predictions, predictions.log_probs - predictions["rollout_log_probs"]
+    )
     return _surrogate(ratio, predictions["advantages"], config)
 
 
@@ -66,9 +71,13 @@ def make_sum_loss(config: SumLossConfig) -> LossFunction:
     gspo                   as ppo, with the geometric mean of the sequence's ratios (`ratio_losses.gspo`)
     """
     if config.name not in FORMS:
-        raise ConfigError(f"loss={config.name}: unknown. Choose one of {', '.join(SUM_LOSS_NAMES)}.")
+        raise ConfigError(
+            f"loss={config.name}: unknown. Choose one of {', '.join(SUM_LOSS_NAMES)}."
+        )
 
-    def summed(predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+    def summed(
+        predictions: Predictions, denominators: Denominators
+    ) -> tuple[Tensor, Statistics]:
         del denominators
         losses = FORMS[config.name](predictions, config)
         loss = (losses * predictions.columns.get("mask", 1)).sum()
@@ -82,4 +91,6 @@ def _ratio(predictions: Predictions) -> Tensor:
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, config: SumLossConfig) -> Tensor:
-    return -(ratio * advantages).minimum(ratio.clamp(config.ratio_low, config.ratio_high) * advantages)
+    return -(ratio * advantages).minimum(
+        ratio.clamp(config.ratio_low, config.ratio_high) * advantages
+    )

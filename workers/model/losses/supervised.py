@@ -13,11 +13,17 @@ from workers.model.losses.predictions import Predictions, Statistics, mean, tota
 from workers.model.losses.registry import LossFunction
 
 
-def make_sft_loss(aggregation: str = "token_mean", constant_length: int = 0) -> LossFunction:
+def make_sft_loss(
+    aggregation: str = "token_mean", constant_length: int = 0
+) -> LossFunction:
     """Return the negative log-likelihood, L_t = -log pi(y_t), with a normaliser of `token_weights`."""
 
-    def sft(predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
-        loss = aggregate(-predictions.log_probs, predictions, denominators, aggregation, constant_length)
+    def sft(
+        predictions: Predictions, denominators: Denominators
+    ) -> tuple[Tensor, Statistics]:
+        loss = aggregate(
+            -predictions.log_probs, predictions, denominators, aggregation, constant_length
+        )
         return loss, {"loss": total(loss), "entropy": mean(predictions.entropy)}
 
     return sft
@@ -27,7 +33,9 @@ sft = make_sft_loss()
 """The mean over the tokens of the mini-batch."""
 
 
-def weighted_log_probs(predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+def weighted_log_probs(
+    predictions: Predictions, denominators: Denominators
+) -> tuple[Tensor, Statistics]:
     """Return sum_i c_i S_i, with c_i the column `coefficient` [B], which includes every denominator."""
     del denominators
     coefficient = predictions["coefficient"].to(predictions.log_probs.dtype)

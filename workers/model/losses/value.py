@@ -18,7 +18,13 @@ from workers.batch.dataproto import DataProto
 from workers.batch.metrics import Metric
 from workers.config.roles import ValueLossConfig
 from workers.model.losses.aggregation import Denominators, aggregate
-from workers.model.losses.predictions import PackedTokens, Statistics, columns_at, mean, total
+from workers.model.losses.predictions import (
+    PackedTokens,
+    Statistics,
+    columns_at,
+    mean,
+    total,
+)
 from workers.model.rows.packing import ModelInput
 
 
@@ -29,7 +35,9 @@ class ValuePredictions(PackedTokens):
     values: Tensor
 
     @classmethod
-    def gather(cls, values: Tensor, sequences: DataProto, rows: ModelInput) -> "ValuePredictions":
+    def gather(
+        cls, values: Tensor, sequences: DataProto, rows: ModelInput
+    ) -> "ValuePredictions":
         """Join the model's values [N] with the columns of the micro-batch."""
         return cls(values=values, **columns_at(sequences, rows, values.device))
 
@@ -47,7 +55,9 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
     Needs `returns`, and with a clip `old_values`, from before the first update on the batch.
     """
 
-    def value_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+    def value_loss(
+        predictions: ValuePredictions, denominators: Denominators
+    ) -> tuple[Tensor, Statistics]:
         values = predictions.values
         returns = predictions["returns"]
         losses = 0.5 * (values - returns).square()
@@ -56,7 +66,9 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
             change = values - predictions["old_values"]
             clipped = predictions["old_values"] + change.clamp(-config.clip, config.clip)
             clipped_losses = 0.5 * (clipped - returns).square()
-            statistics["value_clip_fraction"] = mean((clipped_losses > losses).to(losses.dtype))
+            statistics["value_clip_fraction"] = mean(
+                (clipped_losses > losses).to(losses.dtype)
+            )
             losses = torch.maximum(losses, clipped_losses)
         loss = aggregate(losses, predictions, denominators, config.aggregation)
         return loss, {"loss": total(loss), **statistics}
@@ -64,17 +76,23 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
     return value_loss
 
 
-def weighted_values(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+def weighted_values(
+    predictions: ValuePredictions, denominators: Denominators
+) -> tuple[Tensor, Statistics]:
     """Return sum_i c_i s_i, with c_i the column `coefficient` [B], as `weighted_log_probs` does."""
     del denominators
-    loss = (predictions["coefficient"].to(predictions.values.dtype) * predictions.values).sum()
+    loss = (
+        predictions["coefficient"].to(predictions.values.dtype) * predictions.values
+    ).sum()
     return loss, {"loss": total(loss)}
 
 
 def make_score_loss(name: str) -> ValueLossFunction:
     """Return the mean over all scores of `score_errors`."""
 
-    def score_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+    def score_loss(
+        predictions: ValuePredictions, denominators: Denominators
+    ) -> tuple[Tensor, Statistics]:
         losses, statistics = score_errors(name, predictions)
         loss = aggregate(losses, predictions, denominators, "token_mean")
         return loss, {"loss": total(loss), **statistics}
@@ -95,7 +113,9 @@ def score_errors(name: str, predictions: ValuePredictions) -> tuple[Tensor, Stat
         errors = scores - labels
         return errors.square(), {"absolute_error": mean(errors.abs())}
     right = (scores > 0) == (labels > 0.5)
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+        scores, labels, reduction="none"
+    )
     return losses, {"accuracy": mean(right.to(scores.dtype))}
 
 

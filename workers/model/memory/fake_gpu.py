@@ -50,7 +50,9 @@ class Stream:
     def nothing(self, *_: Any, **__: Any) -> "Stream":
         return self
 
-    record = record_event = wait = wait_event = wait_stream = synchronize = __enter__ = nothing
+    record = record_event = wait = wait_event = wait_stream = synchronize = __enter__ = (
+        nothing
+    )
 
     def __exit__(self, *_: Any) -> None: ...
 
@@ -131,11 +133,15 @@ class FakeGpu(TorchDispatchMode):
         self.ledger = Ledger()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls back with each rank's value
-        if operator is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if operator is torch.ops.aten._local_scalar_dense.default and isinstance(
+            args[0], FakeTensor
+        ):
             return 1
         if operator is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):
             args = _all_true(*args)
@@ -144,12 +150,17 @@ class FakeGpu(TorchDispatchMode):
             return operator(*args, **kwargs)
         # What a tower makes of the sizes of images is on the host, see `_sizes_stay`.
         devices = [
-            leaf.device for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.device.type == DEVICE
+            leaf.device
+            for leaf in leaves
+            if isinstance(leaf, FakeTensor) and leaf.device.type == DEVICE
         ]
         device = devices[0] if devices and not operator._schema.is_mutable else None
         with self._fake:
             result = operator(
-                *tree_map_only(torch.Tensor, partial(_without_numbers, device=device), args), **kwargs
+                *tree_map_only(
+                    torch.Tensor, partial(_without_numbers, device=device), args
+                ),
+                **kwargs,
             )
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type == DEVICE:
@@ -184,11 +195,15 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
     """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU. Collectives do nothing."""
     backend = Backend()
     _setup_privateuseone_for_python_backend(DEVICE, backend)
-    torch.accelerator.current_stream = backend.current_stream  # FSDP2 asks there for layers gathered in vain
+    torch.accelerator.current_stream = (
+        backend.current_stream
+    )  # FSDP2 asks there for layers gathered in vain
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     stand_in()
     # CUDA has one kernel. For other backends torch composes many, with 2 T b f more at the peak.
-    torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
+    torch.library.impl(
+        "aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default
+    )
     # torch.tensor(..., device=...) makes a tensor on the CPU and copies it.
     torch._C._set_only_lift_cpu_tensors(True)
     gpu = FakeGpu()
@@ -251,9 +266,13 @@ def _sizes_stay(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tens
     """Copy to the device, except the sizes of images, int64 [n, 2 or 3], from which towers read numbers."""
     copied = to_device(device, *tensors)
     are_sizes = [
-        tensor.ndim == 2 and tensor.shape[1] <= 3 and not tensor.is_floating_point() for tensor in tensors
+        tensor.ndim == 2 and tensor.shape[1] <= 3 and not tensor.is_floating_point()
+        for tensor in tensors
     ]
-    return [tensor if stays else copy for tensor, copy, stays in zip(tensors, copied, are_sizes, strict=True)]
+    return [
+        tensor if stays else copy
+        for tensor, copy, stays in zip(tensors, copied, are_sizes, strict=True)
+    ]
 
 
 def _flash_attention(

@@ -83,7 +83,12 @@ class Role:
     def read(cls, fields: Mapping[str, Any]) -> "Role":
         """From JSON."""
         model = dict(fields["model"])
-        return cls(**{**fields, "model": ModelConfig(**{**model, "lora": LoraConfig(**model["lora"])})})
+        return cls(
+            **{
+                **fields,
+                "model": ModelConfig(**{**model, "lora": LoraConfig(**model["lora"])}),
+            }
+        )
 
 
 def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -94,17 +99,24 @@ def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     roles = {name: Role.read(fields) for name, fields in request["roles"].items()}
     parallel = ParallelConfig(**request["parallel"])
-    sizes = {name: _sizes(role, parallel, request["longest"]) for name, role in roles.items()}
+    sizes = {
+        name: _sizes(role, parallel, request["longest"]) for name, role in roles.items()
+    }
     points = {
         name: _points(request["layers"], roles[name], role_sizes["layers"], parallel)
         for name, role_sizes in sizes.items()
     }
     stages = sorted({0, parallel.pipeline_parallel - 1})
-    with _pools(request["ranks"], parallel, stages, sum(map(len, points.values()))) as pools:
+    with _pools(
+        request["ranks"], parallel, stages, sum(map(len, points.values()))
+    ) as pools:
         jobs = {}
         for name, role in roles.items():
             jobs[name] = [_submit(pool, role, points[name], request) for pool in pools]
-        return {name: {"sizes": sizes[name]} | _result(jobs[name], sizes[name]["layers"]) for name in roles}
+        return {
+            name: {"sizes": sizes[name]} | _result(jobs[name], sizes[name]["layers"])
+            for name in roles
+        }
 
 
 def _submit(
@@ -119,11 +131,15 @@ def _result(jobs: list[dict[int, Future[dict[str, float]]]], layers: int) -> dic
         for stage_jobs in jobs:
             stages.append({count: job.result() for count, job in stage_jobs.items()})
     except Exception as error:  # the other roles are still measured
-        return {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        return {
+            "problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        }
     return {"stages": [_extrapolate_stage(points, layers) for points in stages]}
 
 
-def _extrapolate_stage(points: dict[int, dict[str, float]], layers: int) -> dict[str, float]:
+def _extrapolate_stage(
+    points: dict[int, dict[str, float]], layers: int
+) -> dict[str, float]:
     stage = {}
     for name in points[min(points)]:
         stage[name] = extrapolate({count: at[name] for count, at in points.items()}, layers)
@@ -138,7 +154,10 @@ def _pools(
     workers = min(jobs, len(os.sched_getaffinity(0)))
     fork = multiprocessing.get_context("fork")
     of_a_stage = ranks // parallel.pipeline_parallel
-    pools = [ProcessPoolExecutor(workers, fork, _become, (ranks, stage * of_a_stage)) for stage in stages]
+    pools = [
+        ProcessPoolExecutor(workers, fork, _become, (ranks, stage * of_a_stage))
+        for stage in stages
+    ]
     yield pools
     for pool in pools:
         pool.shutdown()
@@ -158,20 +177,30 @@ def _sizes(role: Role, parallel: ParallelConfig, longest: int) -> dict[str, Any]
     hidden size, bytes that an engine keeps of a token, on average of the longest sequence.
     """
     with _folder(role.description, 0, role.images.get("folder", "")) as path:
-        packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
+        packed = build_skeleton(
+            role.model, Path(path), role.head, trained=True, weights=False
+        )
     text = packed.model.config.get_text_config()
     layers = len(packed.layers)
     stages = parallel.pipeline_parallel
     if stages > 1:
-        costs = layer_costs(packed, recomputed=RECOMPUTED[role.model.gradient_checkpointing])
-        parts = [len(part) for part in split_layers(*costs, stages * parallel.virtual_stages)]
+        costs = layer_costs(
+            packed, recomputed=RECOMPUTED[role.model.gradient_checkpointing]
+        )
+        parts = [
+            len(part) for part in split_layers(*costs, stages * parallel.virtual_stages)
+        ]
         layers = max(sum(parts[stage::stages]) for stage in range(stages))
     parameters = sum(parameter.numel() for parameter in packed.model.parameters())
     packed.set_trained(role.trains, role.model.train_vision)
     if role.model.lora.rank:
         add_adapters(packed.model, role.model.lora)
         _lower_base(packed, role.model, parallel.tensor_parallel)
-    trained = sum(parameter.numel() for parameter in packed.model.parameters() if parameter.requires_grad)
+    trained = sum(
+        parameter.numel()
+        for parameter in packed.model.parameters()
+        if parameter.requires_grad
+    )
     return {
         "parameters": parameters,
         "trained": trained * role.trains,
@@ -186,10 +215,14 @@ def _lower_base(packed: PackedModel, model: ModelConfig, tensor_parallel: int) -
     """Keep frozen weights in the types in which a run keeps them."""
     lower_base(packed.model, model.base_dtype, tensor_parallel)
     if model.base_dtype != "float32":
-        narrow_frozen(packed.model, compute_dtype(model.dtype, torch.device("cpu")), packed.tower)
+        narrow_frozen(
+            packed.model, compute_dtype(model.dtype, torch.device("cpu")), packed.tower
+        )
 
 
-def _points(layer_counts: list[int], role: Role, layers: int, parallel: ParallelConfig) -> list[int]:
+def _points(
+    layer_counts: list[int], role: Role, layers: int, parallel: ParallelConfig
+) -> list[int]:
     """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small
     model.
 
@@ -244,11 +277,20 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
         )
         if image:
             sequences = with_images(
-                sequences, micro_batches, image, role.images["prompt"], role.images.get(name, 0)
+                sequences,
+                micro_batches,
+                image,
+                role.images["prompt"],
+                role.images.get(name, 0),
             )
         ledger.restart()
         run = _update if name == "update" else getattr(TrainingEngine, name)
-        run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
+        run(
+            engine,
+            sequences,
+            micro_batches,
+            **({"request": request} if name == "update" else {}),
+        )
         bytes_by_pass[name] = ledger.peak - base_bytes
     return bytes_by_pass
 
@@ -262,20 +304,28 @@ def _micro_batches(parallel: ParallelConfig, stage: int) -> int:
 
 
 def _update(
-    engine: TrainingEngine, sequences: DataProto, micro_batches: list[tuple[int, int]], request: Any
+    engine: TrainingEngine,
+    sequences: DataProto,
+    micro_batches: list[tuple[int, int]],
+    request: Any,
 ) -> None:
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         taught = DistillationConfig(**request["distillation"])
         options = {name: request[name] for name in ("entropy_coefficient", "hidden_states")}
-        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, distillation=taught, **options))
+        loss = make_policy_loss(
+            LossConfig(kl_coefficient=1.0, distillation=taught, **options)
+        )
         sequences = _with_teacher(engine, sequences, taught, request)
     engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))
     engine.optimizer_step()
 
 
 def _with_teacher(
-    engine: TrainingEngine, sequences: DataProto, taught: DistillationConfig, request: Mapping[str, Any]
+    engine: TrainingEngine,
+    sequences: DataProto,
+    taught: DistillationConfig,
+    request: Mapping[str, Any],
 ) -> DataProto:
     """Add the columns that the policy reads of a teacher, and give it the teacher's output layer."""
     tokens = sequences.num_tokens
@@ -289,11 +339,15 @@ def _with_teacher(
             "teacher_top_log_probs": torch.zeros(tokens, top + 1),
         }
     if taught.over == "vocabulary":
-        text = (request["roles"].get("teacher") or request["roles"]["policy"])["description"]
+        text = (request["roles"].get("teacher") or request["roles"]["policy"])[
+            "description"
+        ]
         text = text.get("text_config") or text
         layer = torch.zeros(text["vocab_size"], text["hidden_size"], dtype=engine.dtype)
         engine.teacher_layer = WholeLayer(as_numpy(layer), None, None, 1.0, engine.dtype)
-        columns = {"teacher_hidden": torch.zeros(tokens, text["hidden_size"], dtype=engine.dtype)}
+        columns = {
+            "teacher_hidden": torch.zeros(tokens, text["hidden_size"], dtype=engine.dtype)
+        }
     return replace(sequences, tokens=sequences.tokens | columns)
 
 
@@ -321,7 +375,13 @@ def full_micro_batches(
 
 def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     length = len(input_ids)
-    names = ("old_log_probs", "reference_log_probs", "rollout_log_probs", "old_values", "returns")
+    names = (
+        "old_log_probs",
+        "reference_log_probs",
+        "rollout_log_probs",
+        "old_values",
+        "returns",
+    )
     ids = {"input_ids": input_ids, "loss_mask": torch.arange(length) > 0}
     return ids | {name: torch.zeros(length) for name in names}
 
@@ -336,7 +396,9 @@ def largest_image(vision: Vision, limits: Mapping[str, Any]) -> tuple[Image, np.
     while True:
         picture = PIL.Image.new("RGB", (side, side), "gray")
         image = Image(0, side, side, png_of(picture))
-        ids, _ = placeholders.expand(np.array([placeholders.id]), [image], "the memory estimate")
+        ids, _ = placeholders.expand(
+            np.array([placeholders.id]), [image], "the memory estimate"
+        )
         if len(ids) <= limits["prompt"] or side < SMALLEST:
             return image, ids
         side = side * 9 // 10
@@ -364,22 +426,32 @@ def with_images(
             image_budget -= count
             for index in range(count):
                 place = index * stride + 1
-                sequences.tokens["input_ids"][first + place : first + place + len(ids)] = torch.from_numpy(
-                    ids
+                sequences.tokens["input_ids"][first + place : first + place + len(ids)] = (
+                    torch.from_numpy(ids)
                 )
-                placed[row].append(PlacedImage(replace(picture, digest=first + place), place, len(ids)))
+                placed[row].append(
+                    PlacedImage(replace(picture, digest=first + place), place, len(ids))
+                )
     return replace(sequences, objects={"images": object_column(list(map(tuple, placed)))})
 
 
 @contextmanager
-def _folder(description: dict[str, Any], layers: int = 0, processor: str = "") -> Iterator[str]:
+def _folder(
+    description: dict[str, Any], layers: int = 0, processor: str = ""
+) -> Iterator[str]:
     """Hold config.json, and the files of the folder `processor`. layers: replaces its number of layers."""
     if layers:
         text = description.get("text_config") or description
         kinds = text.get("layer_types")
-        of_layers = {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]} if kinds else {}
+        of_layers = (
+            {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]}
+            if kinds
+            else {}
+        )
         shorter = text | {"num_hidden_layers": layers} | of_layers
-        description = shorter if text is description else description | {"text_config": shorter}
+        description = (
+            shorter if text is description else description | {"text_config": shorter}
+        )
     with tempfile.TemporaryDirectory() as folder:
         for file in Path(processor).absolute().iterdir() if processor else ():
             if file.suffix != ".safetensors" and file.name != "config.json":

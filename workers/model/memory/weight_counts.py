@@ -62,7 +62,10 @@ def build_without_storage(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _products(
-    parameters: Iterable[tuple[str, nn.Parameter]], left_out: set[nn.Parameter], experts: int, used: int
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    left_out: set[nn.Parameter],
+    experts: int,
+    used: int,
 ) -> tuple[float, float]:
     """Return the weights that a token reads, and those of all experts."""
     read, of_experts = 0.0, 0.0

@@ -38,11 +38,17 @@ class ExpertAdapter(nn.Module):
         if transposed:
             outputs, inputs = inputs, outputs
         self.transposed = transposed
-        self.usual_scaling = config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
+        self.usual_scaling = config.alpha / (
+            math.sqrt(config.rank) if config.rslora else config.rank
+        )
         self.scaling = self.usual_scaling
         make = partial(torch.empty, dtype=weight.dtype, device=weight.device)
-        self.lora_A = nn.ParameterDict({ADAPTER: nn.Parameter(make(count, config.rank, inputs))})
-        self.lora_B = nn.ParameterDict({ADAPTER: nn.Parameter(make(count, outputs, config.rank))})
+        self.lora_A = nn.ParameterDict(
+            {ADAPTER: nn.Parameter(make(count, config.rank, inputs))}
+        )
+        self.lora_B = nn.ParameterDict(
+            {ADAPTER: nn.Parameter(make(count, outputs, config.rank))}
+        )
         nn.init.kaiming_uniform_(self.lora_A[ADAPTER].view(-1, inputs), a=math.sqrt(5))
         nn.init.zeros_(self.lora_B[ADAPTER])
 
@@ -62,10 +68,17 @@ class ExpertAdapter(nn.Module):
         b = self.lora_B[ADAPTER].detach().to(device)
         if not isinstance(weight, DTensor):
             return weight + self._product(a, b)
-        if weight.placements == a.placements == b.placements and weight.placements == _by_expert(weight):
+        if (
+            weight.placements == a.placements == b.placements
+            and weight.placements == _by_expert(weight)
+        ):
             local = weight.to_local() + self._product(a.to_local(), b.to_local())
             return DTensor.from_local(
-                local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+                local,
+                weight.device_mesh,
+                weight.placements,
+                shape=weight.shape,
+                stride=weight.stride(),
             )
         return full_tensor(weight) + self._product(full_tensor(a), full_tensor(b))
 
@@ -80,7 +93,9 @@ class ExpertAdapter(nn.Module):
     def share(self, mesh: DeviceMesh) -> None:
         """Keep the adapters of this rank's experts, in place."""
         for factors in (self.lora_A, self.lora_B):
-            shared = distribute_tensor(factors[ADAPTER].data, mesh, [Shard(0)], src_data_rank=None)
+            shared = distribute_tensor(
+                factors[ADAPTER].data, mesh, [Shard(0)], src_data_rank=None
+            )
             factors[ADAPTER] = nn.Parameter(shared)
 
 
@@ -90,7 +105,9 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _by_expert(weight: DTensor) -> tuple[Any, ...]:
     """Return the weight's placements if all its cuts are between experts."""
-    return tuple(placement for placement in weight.placements if getattr(placement, "dim", 0) == 0)
+    return tuple(
+        placement for placement in weight.placements if getattr(placement, "dim", 0) == 0
+    )
 
 
 def add_expert_adapters(model: nn.Module, config: LoraConfig) -> None:
@@ -103,9 +120,13 @@ def add_expert_adapters(model: nn.Module, config: LoraConfig) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"{key}: {name} is not known. Use {' or '.join(known)}.")
-    layers = [experts for experts in find_experts(model) if getattr(experts, "has_gate", False)]
+    layers = [
+        experts for experts in find_experts(model) if getattr(experts, "has_gate", False)
+    ]
     if names and not layers:
-        raise ConfigError(f"{key}: {type(model).__name__} has no fused experts. Leave it out.")
+        raise ConfigError(
+            f"{key}: {type(model).__name__} has no fused experts. Leave it out."
+        )
     for experts in layers:
         for name in names:
             weight_name = name.rpartition(".")[2]
@@ -137,7 +158,9 @@ def expert_adapters(model: nn.Module) -> dict[str, ExpertAdapter]:
     """Return adapters by the name of their weight."""
     modules = model.named_modules()
     return {
-        name.removesuffix(SUFFIX): module for name, module in modules if isinstance(module, ExpertAdapter)
+        name.removesuffix(SUFFIX): module
+        for name, module in modules
+        if isinstance(module, ExpertAdapter)
     }
 
 
@@ -153,7 +176,9 @@ def share_adapters(experts: nn.Module, mesh: DeviceMesh) -> None:
             adapter.share(mesh)
 
 
-def stored_expert_weights(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def stored_expert_weights(
+    model: nn.Module, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Yield whole A and B as peft names and shapes them, one at a time on `device`. Collective."""
     for name, adapter in expert_adapters(model).items():
         wrapper = _wrapper(model, name)
@@ -163,7 +188,9 @@ def stored_expert_weights(model: nn.Module, device: torch.device) -> Iterator[tu
         yield f"base_model.model.{wrapper}.lora_B.weight", b.permute(1, 2, 0).flatten(1)
 
 
-def take_stored_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def take_stored_weights(
+    model: nn.Module, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Give expert adapters their values in `weights`, in place, and return the other weights.
 
     Raises ValueError for a name that is missing, or another shape.
@@ -171,7 +198,10 @@ def take_stored_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict
     rest = dict(weights)
     for name, adapter in expert_adapters(model).items():
         wrapper = _wrapper(model, name)
-        for part, parameter in (("A", adapter.lora_A[ADAPTER]), ("B", adapter.lora_B[ADAPTER])):
+        for part, parameter in (
+            ("A", adapter.lora_A[ADAPTER]),
+            ("B", adapter.lora_B[ADAPTER]),
+        ):
             stored_name = f"base_model.model.{wrapper}.lora_{part}.weight"
             if stored_name not in rest:
                 raise ValueError(f"{stored_name} is missing there")
@@ -179,7 +209,9 @@ def take_stored_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict
             count, rows, columns = parameter.shape
             shape = (count * rows, columns) if part == "A" else (rows, columns * count)
             if stored.shape != shape:
-                raise ValueError(f"{stored_name} has the shape {tuple(stored.shape)} instead of {shape}")
+                raise ValueError(
+                    f"{stored_name} has the shape {tuple(stored.shape)} instead of {shape}"
+                )
             values = (
                 stored.view(parameter.shape)
                 if part == "A"
@@ -193,5 +225,7 @@ def take_stored_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict
 def _wrapper(model: nn.Module, weight_name: str) -> str:
     """Return the name of peft's wrapper of a weight: of two, the first is inside of the other."""
     experts, _, name = weight_name.rpartition(".")
-    both = all(adapter_of(model.get_submodule(experts), other) is not None for other in ADAPTED)
+    both = all(
+        adapter_of(model.get_submodule(experts), other) is not None for other in ADAPTED
+    )
     return f"{experts}.base_layer" if both and name == ADAPTED[0] else experts

@@ -45,7 +45,9 @@ def share_experts(
     tensor parallelism also their blocks, and mixers. Raises UnsupportedModelError for a family whose experts
     transformers does not dispatch.
     """
-    blocks = modules_of_own_tokens(model.get_decoder()) if parallel.tensor.size() > 1 else []
+    blocks = (
+        modules_of_own_tokens(model.get_decoder()) if parallel.tensor.size() > 1 else []
+    )
     around = dict.fromkeys(blocks, parallel.different_tokens) if blocks else {}
     return _divided(model, parallel, grouped) | around
 
@@ -71,7 +73,11 @@ def _divided(
     for module in modules:
         share_adapters(module, mesh["ep"])
         grouped.compute(module, mesh["ep"].get_group())
-    sharding = mesh["dp_replicate", "expert_shard"] if parallel.config.replicate > 1 else mesh["expert_shard"]
+    sharding = (
+        mesh["dp_replicate", "expert_shard"]
+        if parallel.config.replicate > 1
+        else mesh["expert_shard"]
+    )
     return dict.fromkeys(modules, sharding)
 
 
@@ -84,6 +90,12 @@ def _expert_mesh(parallel: Parallel) -> DeviceMesh:
     sizes = dict(zip(parallel.mesh.mesh_dim_names or (), parallel.mesh.shape, strict=True))
     ep = parallel.config.expert_parallel
     sharing = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
-    renamed = {"dp_shard": ("expert_shard", sharing // ep), "cp": ("ep", ep), "tp": ("tp", 1)}
-    names, shape = zip(*(renamed.get(name, (name, size)) for name, size in sizes.items()), strict=True)
+    renamed = {
+        "dp_shard": ("expert_shard", sharing // ep),
+        "cp": ("ep", ep),
+        "tp": ("tp", 1),
+    }
+    names, shape = zip(
+        *(renamed.get(name, (name, size)) for name, size in sizes.items()), strict=True
+    )
     return init_device_mesh(parallel.mesh.device_type, shape, mesh_dim_names=names)

@@ -54,7 +54,10 @@ class Order:
         places = torch.empty_like(numbers).scatter_(0, order, numbers).view_as(chosen)
         expert_numbers = torch.arange(count, device=order.device)
         return Order(
-            choices, places, experts, torch.searchsorted(experts, expert_numbers, right=True, out_int32=True)
+            choices,
+            places,
+            experts,
+            torch.searchsorted(experts, expert_numbers, right=True, out_int32=True),
         )
 
     def rows(self, tokens: Tensor) -> Tensor:
@@ -107,7 +110,11 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.reverse = received, sent, group
         return _exchanged(rows, sent, received, group)
@@ -118,20 +125,26 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(grad, *ctx.reverse), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
     """Return the received rows, or a row of zeros if there are none, so that every rank computes
     and reduces.
     """
     count = sum(received)
     result = (rows.new_empty if count else rows.new_zeros)(max(1, count), *rows.shape[1:])
-    dist.all_to_all_single(result[:count], rows[: sum(sent)].contiguous(), received, sent, group=group)
+    dist.all_to_all_single(
+        result[:count], rows[: sum(sent)].contiguous(), received, sent, group=group
+    )
     return result
 
 
 class Route:
     """The way of a micro-batch's tokens through the experts of a layer. group: the ranks that share them."""
 
-    def __init__(self, chosen: Tensor, experts: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, chosen: Tensor, experts: int, group: dist.ProcessGroup | None
+    ) -> None:
         self.order = Order.by_expert(chosen, experts)
         if group is None:
             return
@@ -139,7 +152,9 @@ class Route:
         sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)
         self._received = torch.empty_like(sent)  # [rank, own expert]
         dist.all_to_all_single(self._received, sent, group=group)
-        self._sizes = torch.stack([sent.sum(1), self._received.sum(1)]).to("cpu", non_blocking=True)
+        self._sizes = torch.stack([sent.sum(1), self._received.sum(1)]).to(
+            "cpu", non_blocking=True
+        )
         self._copied = torch.get_device_module(ends.device).Event()
         self._copied.record()
 
@@ -190,14 +205,22 @@ class GroupedExperts(RouterHook):
             rows = _computed(experts, rows, weights, route.order)
         else:
             sent, received, order = self._exchange(route)
-            rows, weights = (_Exchange.apply(tensor, sent, received, group) for tensor in (rows, weights))
-            rows = _computed(experts, order.rows(rows), order.values(weights[:, None]), order)
+            rows, weights = (
+                _Exchange.apply(tensor, sent, received, group) for tensor in (rows, weights)
+            )
+            rows = _computed(
+                experts, order.rows(rows), order.values(weights[:, None]), order
+            )
             rows = _Exchange.apply(order.sums(rows), received, sent, group)
         return route.order.sums(rows)
 
     @torch.compiler.disable
     def _route(
-        self, experts: nn.Module, chosen: Tensor, count: int, group: dist.ProcessGroup | None
+        self,
+        experts: nn.Module,
+        chosen: Tensor,
+        count: int,
+        group: dist.ProcessGroup | None,
     ) -> Route:
         routes = {} if self.current is None else self.current
         if experts not in routes:
@@ -224,11 +247,15 @@ def _computed(experts: Any, rows: Tensor, weights: Tensor, order: Order) -> Tens
     outputs = _product(inner, local["down_proj"], order, experts.is_transposed)
     outputs = _adapted(outputs, inner, adapter_of(experts, "down_proj"), order)
     if experts.has_bias:
-        outputs = (outputs + local["down_proj_bias"][order.experts] * weights).to(rows.dtype)
+        outputs = (outputs + local["down_proj_bias"][order.experts] * weights).to(
+            rows.dtype
+        )
     return outputs
 
 
-def _adapted(outputs: Tensor, rows: Tensor, adapter: ExpertAdapter | None, order: Order) -> Tensor:
+def _adapted(
+    outputs: Tensor, rows: Tensor, adapter: ExpertAdapter | None, order: Order
+) -> Tensor:
     """Add what a weight's adapter makes of `rows`, by expert."""
     if adapter is None:
         return outputs
@@ -241,4 +268,6 @@ def _product(rows: Tensor, weight: Tensor, order: Order, transposed: bool) -> Te
     weight = weight if transposed else weight.transpose(-2, -1)
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, weight, offs=order.ends)
-    return torch.ops.transformers.grouped_mm_fallback(rows, weight, order.ends)  # torch's takes no float64
+    return torch.ops.transformers.grouped_mm_fallback(
+        rows, weight, order.ends
+    )  # torch's takes no float64

@@ -55,7 +55,11 @@ from workers.model.model import PackedModel
 from workers.model.moe.experts import GroupedExperts
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
-from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_cells
+from workers.model.sharding.tensor_parallel import (
+    blocks_with_experts,
+    find_experts,
+    own_cells,
+)
 
 
 class RouterReplay(RouterHook):
@@ -63,7 +67,9 @@ class RouterReplay(RouterHook):
     is `replay`.
     """
 
-    def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
+    def __init__(
+        self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device
+    ) -> None:
         self.active = setting != "none"
         self._replaces = setting == "replay"
         self._layers = len(packed.layers)
@@ -80,7 +86,9 @@ class RouterReplay(RouterHook):
             for block in blocks_with_experts(layer)
         ]
         if not blocks:
-            raise UnsupportedModelError(f"{packed.name} has no routed experts. Set model.router_replay=none.")
+            raise UnsupportedModelError(
+                f"{packed.name} has no routed experts. Set model.router_replay=none."
+            )
         for layer, block in blocks:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
@@ -101,7 +109,8 @@ class RouterReplay(RouterHook):
         source = own_cells(rows.source, self._tensor)
         unknown = torch.iinfo(choices.dtype).max
         (own_choices,) = to_device(
-            self._counts.device, choices[source].masked_fill_((source < 0)[:, None, None], unknown)
+            self._counts.device,
+            choices[source].masked_fill_((source < 0)[:, None, None], unknown),
         )
         return own_choices
 
@@ -117,11 +126,17 @@ class RouterReplay(RouterHook):
         dist.all_reduce(self._counts)
         compared, different = self._counts.clone().unbind()
         self._counts.zero_()
-        return {"router_mismatch": Statistic(Reduction.MEAN, different / compared.clamp(min=1), 1)}
+        return {
+            "router_mismatch": Statistic(
+                Reduction.MEAN, different / compared.clamp(min=1), 1
+            )
+        }
 
     def _forward_of(self, block: nn.Module, layer: int, model: str) -> Callable[..., Any]:
         compute = block.forward
-        experts = {moe.num_experts for moe in find_experts(block)}  # of all ranks, not yet divided
+        experts = {
+            moe.num_experts for moe in find_experts(block)
+        }  # of all ranks, not yet divided
 
         def forward(*arguments: Any, **named: Any) -> Any:
             choice = None if self.current is None else self.current[:, layer].long()
@@ -140,7 +155,9 @@ class RouterReplay(RouterHook):
         is_known = ((choice >= 0) & (choice < experts)).all(-1, keepdim=True)
         if self.counting:
             different = (choice[:, :, None] != own_choice[:, None, :]).all(-1) & is_known
-            self._counts += torch.stack([is_known.sum() * choice.shape[-1], different.sum()])
+            self._counts += torch.stack(
+                [is_known.sum() * choice.shape[-1], different.sum()]
+            )
         return torch.where(is_known, choice, own_choice) if self._replaces else own_choice
 
 
@@ -150,14 +167,18 @@ class _TopK(TorchFunctionMode):
     Every family has its own router, which calls torch.topk over the experts. found: the number of such calls.
     """
 
-    def __init__(self, replay: RouterReplay, choice: Tensor | None, experts: set[int]) -> None:
+    def __init__(
+        self, replay: RouterReplay, choice: Tensor | None, experts: set[int]
+    ) -> None:
         super().__init__()
         self._replay = replay
         self._choice = choice
         self._experts = experts
         self.found = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] not in self._experts:
             return result
@@ -208,7 +229,9 @@ class RouterLosses(RouterHook):
         shared = [parallel.context, parallel.tensor]
         # Ranks with the same sequences.
         self._groups = [mesh.get_group() for mesh in shared if mesh.size() > 1]
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of both losses, over layers
+        self._sums = torch.zeros(
+            2, dtype=torch.float64, device=device
+        )  # of both losses, over layers
         # Counts of the mini-batch.
         self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)
         self._layers = 0
@@ -223,7 +246,9 @@ class RouterLosses(RouterHook):
                 "model.router_z_loss_coefficient to 0."
             )
         for block in blocks:
-            router = next(child for name, child in block.named_children() if name in ROUTERS)
+            router = next(
+                child for name, child in block.named_children() if name in ROUTERS
+            )
             router.register_forward_hook(self._add_losses)
         self._layers = len(blocks)
 
@@ -236,10 +261,15 @@ class RouterLosses(RouterHook):
         finally:
             self._active = active
 
-    def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
+    def begin(
+        self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]
+    ) -> None:
         if not self._active:
             return
-        counts = [sum(map(len, micro_batches)), sum(micro_batch.num_tokens for micro_batch in micro_batches)]
+        counts = [
+            sum(map(len, micro_batches)),
+            sum(micro_batch.num_tokens for micro_batch in micro_batches),
+        ]
         totals = torch.tensor(counts, dtype=torch.float64, device=self._device)
         for group in groups:
             dist.all_reduce(totals, group=group)
@@ -253,7 +283,9 @@ class RouterLosses(RouterHook):
         cells = rows.cells - mesh.get_local_rank() * width
         here = (rows.cells >= 0) & (cells >= 0) & (cells < width)
         owner = micro_batch.owner
-        is_part = torch.zeros(width + 1, len(micro_batch))  # one row more, for tokens of other ranks
+        is_part = torch.zeros(
+            width + 1, len(micro_batch)
+        )  # one row more, for tokens of other ranks
         is_part[torch.where(here, cells, width), owner] = 1
         return RoutedTokens(*to_device(self._device, is_part[:width], micro_batch.lengths))
 
@@ -266,8 +298,15 @@ class RouterLosses(RouterHook):
         dist.all_reduce(self._sums)
         balance, z = (self._sums / self._layers).unbind()
         self._sums.zero_()
-        losses = [("router_aux_loss", self._balance, balance), ("router_z_loss", self._z, z)]
-        return {name: Statistic(Reduction.MEAN, loss, 1) for name, coefficient, loss in losses if coefficient}
+        losses = [
+            ("router_aux_loss", self._balance, balance),
+            ("router_z_loss", self._z, z),
+        ]
+        return {
+            name: Statistic(Reduction.MEAN, loss, 1)
+            for name, coefficient, loss in losses
+            if coefficient
+        }
 
     def _add_losses(self, router: nn.Module, arguments: Any, outputs: Any) -> Any:
         if not torch.is_grad_enabled() or self.current is None:
@@ -288,7 +327,9 @@ class RouterLosses(RouterHook):
             token_counts = torch.zeros_like(logits).scatter_add_(
                 -1, chosen, torch.ones_like(chosen, dtype=logits.dtype)
             )
-            token_counts = is_part.T @ token_counts  # [S, E], tokens of each sequence by expert
+            token_counts = (
+                is_part.T @ token_counts
+            )  # [S, E], tokens of each sequence by expert
             for group in self._groups:
                 dist.all_reduce(token_counts, group=group)
             load = token_counts * (logits.shape[-1] / chosen.shape[-1]) / lengths
@@ -296,7 +337,9 @@ class RouterLosses(RouterHook):
         return (weights * logits.softmax(-1)).sum()
 
     def _z_loss(self, logits: Tensor) -> Tensor:
-        sequences = self.current.is_part.sum(-1).to(logits.dtype)  # [C], how many each cell belongs to
+        sequences = self.current.is_part.sum(-1).to(
+            logits.dtype
+        )  # [C], how many each cell belongs to
         return (sequences / self._tokens * logits.logsumexp(-1).square()).sum()
 
 
@@ -323,7 +366,9 @@ class ExpertLoad(RouterHook):
     def __init__(self, model: nn.Module, parallel: Parallel, device: torch.device) -> None:
         modules = find_experts(model)
         sizes = [next(module.parameters()).shape[0] for module in modules]
-        self._counts = torch.zeros(len(modules), max(sizes, default=0), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(
+            len(modules), max(sizes, default=0), dtype=torch.int64, device=device
+        )
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
         self._tensor = parallel.tensor
         for layer, module in enumerate(modules):
@@ -332,13 +377,17 @@ class ExpertLoad(RouterHook):
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
         if not len(self._sizes):
             return None
-        (is_real,) = to_device(self._counts.device, own_cells(rows.source >= 0, self._tensor))
+        (is_real,) = to_device(
+            self._counts.device, own_cells(rows.source >= 0, self._tensor)
+        )
         return is_real
 
     def take(self) -> Statistics:
         if not len(self._sizes):
             return {}
-        dist.all_reduce(self._counts)  # no two ranks compute the same tokens in the same layers
+        dist.all_reduce(
+            self._counts
+        )  # no two ranks compute the same tokens in the same layers
         counts = self._counts.double()
         # A layer that saw no token counts as even.
         load = counts.amax(1) * self._sizes / counts.sum(1)
@@ -347,11 +396,17 @@ class ExpertLoad(RouterHook):
         return {"expert_load_max_over_mean": Statistic(Reduction.MEAN, worst, 1)}
 
     def _hook(self, layer: int) -> Any:
-        def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            chosen = (named["top_k_index"] if "top_k_index" in named else arguments[1]).flatten(0, -2)
+        def count(
+            module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+        ) -> None:
+            chosen = (
+                named["top_k_index"] if "top_k_index" in named else arguments[1]
+            ).flatten(0, -2)
             if self.counting:
                 is_real = self.current[:, None].expand_as(chosen).reshape(-1)
-                self._counts[layer].index_add_(0, chosen.reshape(-1), is_real.to(torch.int64))
+                self._counts[layer].index_add_(
+                    0, chosen.reshape(-1), is_real.to(torch.int64)
+                )
 
         return count
 
@@ -375,9 +430,16 @@ class Routing:
         self._losses = RouterLosses(packed, config, parallel, device, trained=trained)
         self._load = ExpertLoad(packed, parallel, device)
         self.grouped = GroupedExperts()
-        self.hooks: Sequence[RouterHook] = (self._replay, self._losses, self._load, self.grouped)
+        self.hooks: Sequence[RouterHook] = (
+            self._replay,
+            self._losses,
+            self._load,
+            self.grouped,
+        )
 
-    def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
+    def begin(
+        self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]
+    ) -> None:
         """Start the passes of a mini-batch, of which this rank holds `micro_batches`. Collective."""
         self._losses.begin(micro_batches, groups)
 

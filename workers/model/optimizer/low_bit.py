@@ -56,10 +56,14 @@ class StoredMoment:
 
     def make(self, state: dict[str, Any]) -> None:
         if not self.block:
-            state[self.name] = torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
+            state[self.name] = torch.zeros_like(
+                self.parameter, dtype=self.dtype, requires_grad=False
+            )
             return
         codes = torch.int8 if self.signed else torch.uint8
-        state[self.name] = torch.zeros_like(self.parameter, dtype=codes, requires_grad=False)
+        state[self.name] = torch.zeros_like(
+            self.parameter, dtype=codes, requires_grad=False
+        )
         state[self.exponents] = _zeros_of_blocks(self.parameter, self.block)
 
     def read(self, state: Mapping[str, Any], rows: slice) -> Tensor:
@@ -69,7 +73,9 @@ class StoredMoment:
             return codes.float()
         return decode(codes, _rows_of(state[self.exponents])[rows])
 
-    def write(self, state: dict[str, Any], rows: slice, values: Tensor, places: Tensor) -> None:
+    def write(
+        self, state: dict[str, Any], rows: slice, values: Tensor, places: Tensor
+    ) -> None:
         """Round rows of the moment. places: of the elements in the whole parameter, int32."""
         stored = _rows_of(state[self.name])[rows]
         if self.dtype == torch.float32:
@@ -84,7 +90,9 @@ class StoredMoment:
         _rows_of(state[self.exponents])[rows].copy_(exponents)
 
 
-def encode(values: Tensor, noise: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
+def encode(
+    values: Tensor, noise: Tensor, block: int, *, signed: bool
+) -> tuple[Tensor, Tensor]:
     """Return int8 or uint8 codes [R, C] of float32 `values`, and uint8 exponents [R, C / block].
 
     noise: int32 [R, C], of which the low bits decide what is rounded up.
@@ -188,7 +196,9 @@ class LowBitAdamW(torch.optim.AdamW):
             for moment, values in zip(moments, (first, second), strict=True):
                 moment.write(state, rows, values, places)
 
-    def _state_of(self, parameter: nn.Parameter, moments: list[StoredMoment]) -> dict[str, Any]:
+    def _state_of(
+        self, parameter: nn.Parameter, moments: list[StoredMoment]
+    ) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -196,14 +206,18 @@ class LowBitAdamW(torch.optim.AdamW):
                 moment.make(state)
         return state
 
-    def _moment(self, parameter: nn.Parameter, name: str, *, signed: bool = True) -> StoredMoment:
+    def _moment(
+        self, parameter: nn.Parameter, name: str, *, signed: bool = True
+    ) -> StoredMoment:
         if (parameter, name) not in self._stored:
             seed = zlib.crc32(f"{self._names[parameter]}.{name}".encode()) - 2**31
             dtype = self._dtype
             block = block_of(parameter) if dtype == torch.int8 else 0
             if dtype == torch.int8 and not block:
                 dtype = torch.float32
-            self._stored[parameter, name] = StoredMoment(name, parameter, seed, dtype, block, signed)
+            self._stored[parameter, name] = StoredMoment(
+                name, parameter, seed, dtype, block, signed
+            )
         return self._stored[parameter, name]
 
 
@@ -234,14 +248,18 @@ def pieces(parameter: Tensor) -> Iterator[tuple[slice, Tensor]]:
     strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(len(shape))]
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        _, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        _, starts = compute_local_shape_and_global_offset(
+            parameter.shape, mesh, parameter.placements
+        )
         offsets = list(starts) or offsets
     places = torch.zeros((), dtype=torch.int64, device=local.device)
     for size, offset, stride in zip(shape[:-1], offsets[:-1], strides[:-1], strict=True):
         indices = torch.arange(offset, offset + size, device=local.device)
         places = places[..., None] + indices * stride
     rows = places.flatten().to(torch.int32)
-    columns = torch.arange(offsets[-1], offsets[-1] + shape[-1], device=local.device).to(torch.int32)
+    columns = torch.arange(offsets[-1], offsets[-1] + shape[-1], device=local.device).to(
+        torch.int32
+    )
     count = max(1, PIECE // max(1, shape[-1]))
     for start in range(0, len(rows) if local.numel() else 0, count):
         part = slice(start, start + count)
@@ -270,7 +288,9 @@ def _zeros_of_blocks(parameter: nn.Parameter, block: int) -> Tensor:
     zeros = torch.zeros(shape, dtype=torch.uint8, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    whole = torch.empty((*parameter.shape[:-1], parameter.shape[-1] // block), device="meta")
+    whole = torch.empty(
+        (*parameter.shape[:-1], parameter.shape[-1] // block), device="meta"
+    )
     sharded = DTensor.from_local(
         zeros,
         parameter.device_mesh,
@@ -279,7 +299,9 @@ def _zeros_of_blocks(parameter: nn.Parameter, block: int) -> Tensor:
         shape=whole.shape,
         stride=whole.stride(),
     )
-    return sharded.to(parameter.device)  # from_local moves offloaded parts to the mesh's device
+    return sharded.to(
+        parameter.device
+    )  # from_local moves offloaded parts to the mesh's device
 
 
 def _local(tensor: Tensor) -> Tensor:

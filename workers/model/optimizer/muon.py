@@ -52,7 +52,9 @@ class Muon(torch.optim.AdamW):
         for matrices in _stackable(group["params"]):
             updates = [self._update(matrix, group["momentum"]) for matrix in matrices]
             for matrix, update in zip(matrices, orthogonalized(updates), strict=True):
-                matrix.mul_(shrink).add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape[-2:])))
+                matrix.mul_(shrink).add_(
+                    update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape[-2:]))
+                )
 
     def _update(self, matrix: nn.Parameter, momentum: float) -> Tensor:
         gradient = matrix.grad
@@ -69,7 +71,11 @@ def _stackable(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter
     by_layout: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
+            layout = (
+                (parameter.device_mesh, parameter.placements)
+                if isinstance(parameter, DTensor)
+                else ()
+            )
             by_layout[parameter.shape, layout].append(parameter)
     for (shape, layout), group in by_layout.items():
         count = layout[0].size() if layout and len(shape) == 2 else 1
@@ -86,11 +92,15 @@ def orthogonalized(updates: list[Tensor]) -> list[Tensor]:
         # Weights are whole where they are replicated, or divided by expert.
         are_whole = all(getattr(place, "dim", 0) == 0 for place in stacked.placements)
         spread = (
-            stacked if are_whole else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
+            stacked
+            if are_whole
+            else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
         )
     for matrix in spread.to_local() if isinstance(spread, DTensor) else spread:
         matrix.copy_(
-            _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+            _zeropower_via_newtonschulz(
+                matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS
+            )
         )
     if isinstance(spread, DTensor) and isinstance(stacked, DTensor):
         stacked = spread.redistribute(placements=stacked.placements)

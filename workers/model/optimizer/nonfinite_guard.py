@@ -57,7 +57,9 @@ class NonfiniteGuard:
         in_loss = any(losses for losses, _ in rank_names)
         subject = "the loss" if in_loss else "the gradient, with a finite loss,"
         names = [losses if in_loss else every for losses, every in rank_names]
-        listed = "; ".join(f"rank {rank}: {_listed(part)}" for rank, part in enumerate(names) if part)
+        listed = "; ".join(
+            f"rank {rank}: {_listed(part)}" for rank, part in enumerate(names) if part
+        )
         return (
             f"{self.in_a_row} optimiser steps in a row were skipped (optimizer.max_skipped_steps="
             f"{self._max_in_a_row}). In the last, {subject} was NaN or infinite for {listed}. Look at "

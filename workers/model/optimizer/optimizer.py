@@ -34,7 +34,9 @@ BUCKET = 2**26
 device.
 """
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CHANNEL_PARAMETERS = frozenset({"A_log", "D", "time_mix_key", "time_mix_receptance", "time_mix_value"})
+CHANNEL_PARAMETERS = frozenset(
+    {"A_log", "D", "time_mix_key", "time_mix_receptance", "time_mix_value"}
+)
 """Parameters of mixers that are not matrices, and that some models store in two dimensions or more."""
 
 
@@ -55,11 +57,15 @@ def make_optimizer(
     if config.name == "custom":
         return _custom_optimizer(named, config)
     by_group: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
-    ordered = sorted(named.items(), key=lambda item: item[1] in tower)  # the first group's rate is the metric
+    ordered = sorted(
+        named.items(), key=lambda item: item[1] in tower
+    )  # the first group's rate is the metric
     for name, weight in ordered:
         decays = config.weight_decay_on == "all" or not is_vector(name, weight)
         own_rate = weight in tower and config.vision_learning_rate > 0
-        by_group[config.name == "muon" and weight in matrices, decays, own_rate].append(weight)
+        by_group[config.name == "muon" and weight in matrices, decays, own_rate].append(
+            weight
+        )
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": config.weight_decay * decays}
         | ({"momentum": config.momentum} if is_muon else {})
@@ -68,13 +74,21 @@ def make_optimizer(
     ]
     if config.name == "sgd":
         momentum = config.momentum
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum, nesterov=momentum > 0)
-    options = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
+        return torch.optim.SGD(
+            groups, lr=config.learning_rate, momentum=momentum, nesterov=momentum > 0
+        )
+    options = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+    }
     if config.state_dtype != "float32":
         low_bit = LowBitMuon if config.name == "muon" else LowBitAdamW
         names = {parameter: name for name, parameter in named.items()}
         return low_bit(groups, state_dtype=config.state_dtype, names=names, **options)
-    make = Muon if config.name == "muon" else OffloadedAdamW if offload else torch.optim.AdamW
+    make = (
+        Muon if config.name == "muon" else OffloadedAdamW if offload else torch.optim.AdamW
+    )
     return make(groups, fused=True, **options)
 
 
@@ -87,7 +101,9 @@ def is_vector(name: str, parameter: Tensor) -> bool:
     return parameter.ndim < 2 or leaf.endswith("bias") or leaf in CHANNEL_PARAMETERS
 
 
-def _custom_optimizer(named: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _custom_optimizer(
+    named: dict[str, nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     setting = f"optimizer.function={config.function!r}"
     make = load("optimizer.function", config.function)[1]
     try:
@@ -106,7 +122,9 @@ def _custom_optimizer(named: dict[str, nn.Parameter], config: OptimizerConfig) -
     names = {parameter: name for name, parameter in named.items()}
     for parameter, state in states.items():
         for part, value in state.items():
-            alike = [(type(tensor), type(_shard(tensor))) for tensor in (value, parameter.data)]
+            alike = [
+                (type(tensor), type(_shard(tensor))) for tensor in (value, parameter.data)
+            ]
             if not isinstance(value, Tensor) or (value.ndim > 0 and alike[0] != alike[1]):
                 raise ConfigError(
                     f"{setting}: its state {part!r} of {names[parameter]} is a {type(value).__name__}, which "
@@ -144,14 +162,18 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, **options)
-        self._buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
+        self._buckets = [
+            bucket for group in self.param_groups for bucket in _buckets(group)
+        ]
         device = self._buckets[0].parameters[0].device
         self._arriving = copies_of(device)
         self._leaving = copies_of(device)
         with torch.no_grad():
             for bucket in self._buckets:
                 for parameter, name, part in bucket.moments(bucket.host):
-                    full_moment = torch.empty_like(parameter, device="cpu", requires_grad=False)
+                    full_moment = torch.empty_like(
+                        parameter, device="cpu", requires_grad=False
+                    )
                     _shard(full_moment).set_(part)
                     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     self.state[parameter].setdefault("step", step)
@@ -162,7 +184,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         groups = self.param_groups
         leaving = deque[tuple[Tensor, Any]]()
         arriving = self._fetch(self._buckets[0])
-        for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+        for bucket, following in zip(
+            self._buckets, [*self._buckets[1:], None], strict=True
+        ):
             moments, copied = arriving
             if len(leaving) == 2:  # at most three buckets are on the device
                 self._leaving.wait(leaving[0][1])
@@ -170,7 +194,9 @@ class OffloadedAdamW(torch.optim.AdamW):
             if following is not None:
                 arriving = self._fetch(following)
             self._arriving.wait(copied)
-            host_states = {parameter: dict(self.state[parameter]) for parameter in bucket.parameters}
+            host_states = {
+                parameter: dict(self.state[parameter]) for parameter in bucket.parameters
+            }
             for parameter, name, part in bucket.moments(moments):
                 self.state[parameter][name] = _like(parameter, part)
             self.param_groups = [{**bucket.group, "params": bucket.parameters}]
@@ -204,7 +230,9 @@ def pinned_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     # Torch's own pinned memory has sizes of powers of two: up to twice as much.
     if like.is_cuda and zeros.numel():
         cuda: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)))
+        torch.cuda.check_error(
+            int(cuda.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
+        )
     return zeros
 
 
@@ -218,11 +246,18 @@ def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     placements = parameter.placements
     return DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        shard,
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int
+) -> LambdaLR:
     """Return the schedule over `config.total_steps` optimiser steps, or over `total_steps` if that is 0.
 
     Raises ConfigError if a schedule that ends has no step left after warm-up.
@@ -239,7 +274,9 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
         if config.schedule == "custom"
         else None
     )
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last, custom_schedule))
+    return LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, config, last, custom_schedule)
+    )
 
 
 def learning_rate_factor(
@@ -264,8 +301,15 @@ def learning_rate_factor(
     if config.schedule == "wsd":
         begin = max(warmup, total_steps - max(1, round(config.decay_ratio * total_steps)))
     progress = min(1.0, max(0, step - begin) / (total_steps - begin))
-    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
-    return config.final_learning_rate_ratio + (1.0 - config.final_learning_rate_ratio) * remaining
+    remaining = (
+        0.5 * (1.0 + math.cos(math.pi * progress))
+        if config.schedule == "cosine"
+        else 1.0 - progress
+    )
+    return (
+        config.final_learning_rate_ratio
+        + (1.0 - config.final_learning_rate_ratio) * remaining
+    )
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
@@ -275,7 +319,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
     A step with zero gradients and without learning rate and decay makes what is missing. Its count of steps
     is set back to 0. With decay, SGD's first momentum would be that of the weights.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     fresh = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if fresh:
         old_settings = [_rate_and_decay(group) for group in optimizer.param_groups]
@@ -346,7 +392,9 @@ def _changed(
             beta2 if settings.beta2 is None else settings.beta2,
         )
     if settings.weight_decay is not None:
-        decays = config.weight_decay_on == "all" or not set(vectors).issuperset(group["params"])
+        decays = config.weight_decay_on == "all" or not set(vectors).issuperset(
+            group["params"]
+        )
         changes["weight_decay"] = settings.weight_decay * decays
     changes = {name: value for name, value in changes.items() if value is not None}
     if missing := sorted(changes.keys() - group.keys()):
@@ -358,7 +406,8 @@ def _changed(
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:
     rates = [
-        base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        base * factor(steps)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict(schedule.state_dict() | position)

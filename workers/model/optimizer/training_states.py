@@ -37,7 +37,10 @@ class TrainingStates:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], begin: Callable[[], TrainingState], limit: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        begin: Callable[[], TrainingState],
+        limit: int,
     ) -> None:
         """parameters: the trained ones, sharded. begin: makes a state for them. limit: of states,
         model.lora.policies.
@@ -47,7 +50,9 @@ class TrainingStates:
         self._parameters = parameters
         self._begin = begin
         self._limit = limit
-        self._initial = [parameter.detach().clone() for parameter in parameters] if limit > 1 else []
+        self._initial = (
+            [parameter.detach().clone() for parameter in parameters] if limit > 1 else []
+        )
         self.name, self.all = "", {"": self._begun()}
 
     @property
@@ -109,12 +114,16 @@ class TrainingStates:
 
     def _begun(self) -> TrainingState:
         state = self._begin()
-        if self._limit > 1:  # now: without a state it would take a step on what another policy has by then
+        if (
+            self._limit > 1
+        ):  # now: without a state it would take a step on what another policy has by then
             optimizer_state(state.optimizer)
         return state
 
     def _keep(self) -> None:
-        self.current.weights = [parameter.detach().clone() for parameter in self._parameters]
+        self.current.weights = [
+            parameter.detach().clone() for parameter in self._parameters
+        ]
         self.current.gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -127,5 +136,7 @@ class TrainingStates:
         state.gradients = []
 
     def _copy(self, weights: Sequence[Tensor]) -> None:
-        for parameter, weight in zip(self._parameters, weights, strict=False):  # none of a new policy
+        for parameter, weight in zip(
+            self._parameters, weights, strict=False
+        ):  # none of a new policy
             parameter.copy_(weight)

@@ -103,7 +103,9 @@ class PackedRow(ModelInput):
 
         Raises LengthError if a padded length is not a multiple of 2*cp.
         """
-        return torch.from_numpy(zigzag_positions(self.padded_lengths, context_parallel, context_rank))
+        return torch.from_numpy(
+            zigzag_positions(self.padded_lengths, context_parallel, context_rank)
+        )
 
 
 Rows = TypeVar("Rows", bound=ModelInput)
@@ -145,13 +147,18 @@ def pad(sequences: DataProto, multiple: int = 1) -> ModelInput:
 def with_work(sequences: DataProto) -> DataProto:
     if len(sequences):
         return sequences
-    token = {"input_ids": torch.zeros(1, dtype=torch.int64), "loss_mask": torch.zeros(1, dtype=torch.bool)}
+    token = {
+        "input_ids": torch.zeros(1, dtype=torch.int64),
+        "loss_mask": torch.zeros(1, dtype=torch.bool),
+    }
     return DataProto(torch.ones(1, dtype=torch.int64), token)
 
 
 def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
     shift = first_cells - cumulative(sequences.lengths)[:-1]
-    return torch.arange(sequences.num_tokens) + torch.repeat_interleave(shift, sequences.lengths)
+    return torch.arange(sequences.num_tokens) + torch.repeat_interleave(
+        shift, sequences.lengths
+    )
 
 
 def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
@@ -164,7 +171,9 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
     loss_mask = sequences.tokens["loss_mask"].cpu()
     if loss_mask[starts].any():
         index = int(loss_mask[starts].nonzero()[0])
-        raise DataError(f"loss_mask marks the first token of sequence {index}, which no token predicts")
+        raise DataError(
+            f"loss_mask marks the first token of sequence {index}, which no token predicts"
+        )
     loss_positions = loss_mask.nonzero().squeeze(1)
     columns = [name for name in TEACHER_COLUMNS if name in sequences.tokens]
     return {
@@ -183,7 +192,9 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
 def read_last(rows: Rows, sequences: DataProto) -> Rows:
     """Return `rows` so that only the cell of each sequence's last token is read: N = B. `targets` is 0."""
     last = sequences.lengths.cumsum(0) - 1
-    return read_own(replace(rows, loss_positions=last, sequence_index=torch.arange(len(sequences))))
+    return read_own(
+        replace(rows, loss_positions=last, sequence_index=torch.arange(len(sequences)))
+    )
 
 
 def read_own(rows: Rows) -> Rows:
@@ -220,7 +231,9 @@ def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
     when used.
     """
     special = set(tokenizer.all_special_tokens)
-    ordinary = ((token, id) for token, id in tokenizer.get_vocab().items() if token not in special)
+    ordinary = (
+        (token, id) for token, id in tokenizer.get_vocab().items() if token not in special
+    )
     token, largest = max(ordinary, key=lambda entry: entry[1])
     if largest >= vocabulary:
         raise ConfigError(
@@ -235,7 +248,9 @@ def max_positions(config: Any) -> int | None:
     """
     text = config.get_text_config()
     scaling = getattr(text, "rope_parameters", None) or {}
-    if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):
+    if "factor" in scaling or any(
+        isinstance(part, dict) and "factor" in part for part in scaling.values()
+    ):
         return None
     positions: int | None = getattr(text, "max_position_embeddings", None)
     return positions if positions is None or positions > 0 else None  # XLNet says -1
@@ -247,9 +262,13 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
     """
     for name, dtype in COLUMN_TYPES.items():
         if name not in sequences.tokens:
-            raise DataError(f"the batch has no column of tokens {name!r}. It has {sorted(sequences.tokens)}.")
+            raise DataError(
+                f"the batch has no column of tokens {name!r}. It has {sorted(sequences.tokens)}."
+            )
         if sequences.tokens[name].dtype != dtype:
-            raise DataError(f"column {name!r} must be of {dtype}, it is of {sequences.tokens[name].dtype}")
+            raise DataError(
+                f"column {name!r} must be of {dtype}, it is of {sequences.tokens[name].dtype}"
+            )
     if not len(sequences):
         return
     if int(sequences.lengths.min()) < 1:
@@ -272,9 +291,13 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
         )
 
 
-def check_micro_batches(micro_batches: Iterable[MicroBatch], rows: int, *, complete: bool) -> None:
+def check_micro_batches(
+    micro_batches: Iterable[MicroBatch], rows: int, *, complete: bool
+) -> None:
     expected = 0
-    for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
+    for start, stop in sorted(
+        (start, stop) for start, stop in micro_batches if start != stop
+    ):
         if start < expected or stop > rows or stop < start:
             raise DataError(
                 f"micro-batch ({start}, {stop}) overlaps another or leaves the batch of {rows} sequences"

@@ -80,7 +80,10 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
     pays (`balancing.prefixes.groups.fewest_worth_sharing`). Raises as `pack` does.
     """
     sequences = with_work(sequences)
-    ids = [part.numpy() for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())]
+    ids = [
+        part.numpy()
+        for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())
+    ]
     images = sequences.objects.get("images", [()] * len(ids))
     runs, cells = _runs([keys(*pair) for pair in zip(ids, images, strict=True)], minimum)
     used = sum(run.length for run in runs)
@@ -96,22 +99,32 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
 def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Integers]]:
     runs: list[Run] = []
     cells = [np.empty(0, np.int64)] * len(ids)
-    path: list[tuple[int, int]] = []  # runs of the previous sequence, and the tokens before each
+    path: list[
+        tuple[int, int]
+    ] = []  # runs of the previous sequence, and the tokens before each
     previous = -1
     end = 0
     for index in sorted(range(len(ids)), key=lambda row: ids[row].astype(">i8").tobytes()):
         # At least one token is not shared: every run has a cell.
-        depth = 0 if previous < 0 else min(_shared_tokens(ids[previous], ids[index]), len(ids[index]) - 1)
+        depth = (
+            0
+            if previous < 0
+            else min(_shared_tokens(ids[previous], ids[index]), len(ids[index]) - 1)
+        )
         while path and path[-1][1] > depth:
             path.pop()
-        if path and depth - path[-1][1] < max(minimum, fewest_worth_sharing(len(ids[index]) - depth)):
+        if path and depth - path[-1][1] < max(
+            minimum, fewest_worth_sharing(len(ids[index]) - depth)
+        ):
             depth = path.pop()[1]
         if depth < fewest_worth_sharing(len(ids[index]) - depth):
             depth = 0
             path = []
         parent, start = path[-1] if path else (-1, 0)
         length = len(ids[index]) - depth
-        cells[index] = np.concatenate([cells[previous][:depth], np.arange(end, end + length)])
+        cells[index] = np.concatenate(
+            [cells[previous][:depth], np.arange(end, end + length)]
+        )
         path.append((len(runs), depth))
         runs.append(Run(end, length, depth, parent, depth - start, len(path) - 1))
         previous = index
@@ -133,4 +146,7 @@ class Stripe:
     size: int
 
     def of(self, cells: range) -> range:
-        return range(-((self.rank - cells.start) // self.size), -((self.rank - cells.stop) // self.size))
+        return range(
+            -((self.rank - cells.start) // self.size),
+            -((self.rank - cells.stop) // self.size),
+        )

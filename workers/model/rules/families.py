@@ -20,7 +20,15 @@ WITHOUT_CONTEXT = ("moe", "mlp")
 
 LAYER_TYPES = {
     "packed": (FULL, SLIDING, INDEXED, *RECURRENT, *WITHOUT_CONTEXT),
-    "padded": (FULL, SLIDING, INDEXED, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
+    "padded": (
+        FULL,
+        SLIDING,
+        INDEXED,
+        CHUNKED,
+        "hybrid_sliding",
+        *RECURRENT,
+        *WITHOUT_CONTEXT,
+    ),
 }
 """The kinds of layers that each layout computes."""
 
@@ -66,7 +74,12 @@ TENSOR_PARALLEL_FAMILIES = (
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""
 
-STATE_HEADS = ("linear_num_value_heads", "linear_num_heads", "mamba_num_heads", "mamba_n_heads")
+STATE_HEADS = (
+    "linear_num_value_heads",
+    "linear_num_heads",
+    "mamba_num_heads",
+    "mamba_n_heads",
+)
 """Names that families give the number of heads of a layer with a state."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -105,20 +118,28 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     features: of config.json or its `text_config`, or a loaded configuration as a mapping, which may name
     more.
     """
-    missing_features = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
+    missing_features = [
+        name for name in sorted(features) if _is_unknown_cap(name, features[name])
+    ]
     missing_features += [
-        f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY
+        f"rope_type={kind}"
+        for kind in _rotary_types(features)
+        if kind in LENGTH_DEPENDENT_ROTARY
     ]
     bidirectional = features.get("use_bidirectional_attention")
     # Text stays causal.
-    missing_features += ["use_bidirectional_attention"] * (bool(bidirectional) and bidirectional != "vision")
+    missing_features += ["use_bidirectional_attention"] * (
+        bool(bidirectional) and bidirectional != "vision"
+    )
     missing_features += [name for name in COMPRESSION if features.get(name)]
     missing_features += ["keep_window_size"] * _selects_beyond_a_window(features)
     missing_features += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
     if layout == "packed":
         missing_features += [name for name in OF_ROWS if features.get(name)]
         has_convolution = any("conv" in name for name in features)
-        missing_features += sorted(_layer_kinds(features) & set(RECURRENT)) * (not has_convolution)
+        missing_features += sorted(_layer_kinds(features) & set(RECURRENT)) * (
+            not has_convolution
+        )
     return missing_features
 
 
@@ -128,7 +149,9 @@ def unshared_states(features: Mapping[str, Any], ranks: int) -> str:
     """
     kinds = _layer_kinds(features) & set(RECURRENT)
     heads = [features[name] for name in STATE_HEADS if features.get(name)]
-    has_mamba = any(name.startswith("mamba_") for name in features)  # Jamba lists no kinds of layers
+    has_mamba = any(
+        name.startswith("mamba_") for name in features
+    )  # Jamba lists no kinds of layers
     if (has_mamba or kinds - {"conv"}) and not heads:
         return "states that are not by heads"
     undivided = [count for count in heads if count % ranks]
@@ -141,7 +164,9 @@ def expert_count(features: Mapping[str, Any]) -> int:
 
 
 def _layer_kinds(features: Mapping[str, Any]) -> set[str]:
-    return {kind for name in LAYER_LISTS for kind in features.get(name) or ()} - {"attention"}
+    return {kind for name in LAYER_LISTS for kind in features.get(name) or ()} - {
+        "attention"
+    }
 
 
 def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
@@ -149,8 +174,14 @@ def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
     need more.
     """
     layer_types = features.get("layer_types")
-    says_window = features.get("use_sliding_window", features.get("model_type") == "mistral")
-    windowed = SLIDING in layer_types if layer_types else bool(says_window and features.get("sliding_window"))
+    says_window = features.get(
+        "use_sliding_window", features.get("model_type") == "mistral"
+    )
+    windowed = (
+        SLIDING in layer_types
+        if layer_types
+        else bool(says_window and features.get("sliding_window"))
+    )
     needed = {"sliding_window": windowed, "softcap": bool(features.get(ATTENTION_SOFTCAP))}
     needed |= {SELECTION: bool(features.get(SELECTED_TOKENS))}
     return frozenset(name for name, need in needed.items() if need)
@@ -198,7 +229,9 @@ def expected_window(config: Any, layer_index: int) -> int | None:
 def final_softcap(config: Any) -> float | None:
     """Return the c of an output layer whose logits are c tanh(x / c), or None."""
     text = config.get_text_config()
-    return next((cap for name in FINAL_SOFTCAPS if (cap := getattr(text, name, None))), None)
+    return next(
+        (cap for name in FINAL_SOFTCAPS if (cap := getattr(text, name, None))), None
+    )
 
 
 def logit_factor(config: Any) -> float:
@@ -234,9 +267,14 @@ def _is_unknown_cap(name: str, value: Any) -> bool:
 def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
     # One table for all layers, or one for each type of layer. Older files name it rope_scaling.
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
-    return [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+    return [
+        parameters,
+        *(table for table in parameters.values() if isinstance(table, dict)),
+    ]
 
 
 def _rotary_types(features: Mapping[str, Any]) -> list[str]:
-    kinds = (table.get("rope_type", table.get("type")) for table in _rotary_tables(features))
+    kinds = (
+        table.get("rope_type", table.get("type")) for table in _rotary_tables(features)
+    )
     return sorted({kind for kind in kinds if isinstance(kind, str)})

@@ -26,7 +26,13 @@ WITHOUT_LINEAR = "has no linear modules that take an adapter. Set model.lora.ran
 
 
 def check_model(
-    packed: Any, settings: ModelConfig, parallel: ParallelConfig, *, head: str, cuda: bool, half: bool
+    packed: Any,
+    settings: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    head: str,
+    cuda: bool,
+    half: bool,
 ) -> None:
     """Raise ConfigError or UnsupportedModelError unless the engine supports a model, loaded or a skeleton.
 
@@ -38,14 +44,18 @@ def check_model(
     config = packed.model.config
     text = config.get_text_config().to_dict()
     kernel = settings.attention
-    layout = settings.attention_layout(shared=parallel.context_parallel * parallel.tensor_parallel > 1)
+    layout = settings.attention_layout(
+        shared=parallel.context_parallel * parallel.tensor_parallel > 1
+    )
     check_kernel_features(kernel, layout, features, name)
     heads = text.get("num_attention_heads")
     sharing = parallel.context_parallel * parallel.tensor_parallel
     check_states(parallel, name, packed.unshared_states(sharing))
     check_context_parallel(parallel, name, heads=heads, features=features)
     check_ring_settings(parallel, kernel, cuda=cuda, half=half)
-    shares_prefixes(settings, features, name, states=packed.unshared_states(1), cuda=cuda, half=half)
+    shares_prefixes(
+        settings, features, name, states=packed.unshared_states(1), cuda=cuda, half=half
+    )
     if head == "value":
         check_value_head(parallel, "value model")
     _check_pipeline_parallel(parallel, name, len(packed.layers), text)
@@ -60,7 +70,9 @@ def check_model(
     compiles(settings, parallel, cuda=cuda, images=packed.vision is not None)
 
 
-def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
+def check_layout(
+    features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False
+) -> None:
     """Raise UnsupportedModelError for `uncomputed_features`. shared: whether ranks share
     sequences or layers.
     """
@@ -82,7 +94,8 @@ def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
     kernels = ("auto", *KERNEL_FEATURES[layout])
     if kernel not in kernels:
         return (
-            f"is for padded rows that ranks do not share (policy.parallel). Set one of {', '.join(kernels)}"
+            "is for padded rows that ranks do not share (policy.parallel). Set "
+            f"one of {', '.join(kernels)}"
         )
     if kernel in CUDA_KERNELS and not cuda:
         return "is a CUDA kernel and the run uses CPUs. Set auto or sdpa"
@@ -91,7 +104,9 @@ def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
     return ""
 
 
-def check_kernel_features(kernel: str, layout: str, features: frozenset[str], model: str) -> None:
+def check_kernel_features(
+    kernel: str, layout: str, features: frozenset[str], model: str
+) -> None:
     """Raise UnsupportedModelError if an attention kernel, other than `auto`, lacks a feature of a model."""
     missing = features - KERNEL_FEATURES[layout].get(kernel, features)
     if missing:
@@ -106,7 +121,9 @@ def check_states(parallel: ParallelConfig, model: str, unshared: str) -> None:
 
     unshared: what they cannot share, see `families.unshared_states`.
     """
-    sizes = {name: getattr(parallel, name) for name in ("context_parallel", "tensor_parallel")}
+    sizes = {
+        name: getattr(parallel, name) for name in ("context_parallel", "tensor_parallel")
+    }
     shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
     if shared and unshared:
         raise UnsupportedModelError(
@@ -133,7 +150,11 @@ def check_context_parallel(
             f"policy.parallel.context_parallel={parallel.context_parallel}: {model} selects tokens "
             f"({SELECTED_TOKENS}) of a whole sequence. Set it to 1."
         )
-    if parallel.context_parallel_method == "ulysses" and heads is not None and heads % sharing:
+    if (
+        parallel.context_parallel_method == "ulysses"
+        and heads is not None
+        and heads % sharing
+    ):
         raise UnsupportedModelError(
             f"{model} has {heads} attention heads, which policy.parallel.context_parallel * tensor_parallel "
             f"= {sharing} does not divide. Set policy.parallel.context_parallel_method=ring."
@@ -145,7 +166,9 @@ def check_context_parallel(
         )
 
 
-def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, half: bool) -> None:
+def check_ring_settings(
+    parallel: ParallelConfig, kernel: str, *, cuda: bool, half: bool
+) -> None:
     """Raise ConfigError if ring attention conflicts with `model.attention=kernel`, device or precision."""
     if parallel.context_parallel == 1 or parallel.context_parallel_method != "ring":
         return
@@ -181,7 +204,13 @@ def _sharing_problem(
 
 
 def shares_prefixes(
-    settings: ModelConfig, features: frozenset[str], model: str, *, states: str, cuda: bool, half: bool
+    settings: ModelConfig,
+    features: frozenset[str],
+    model: str,
+    *,
+    states: str,
+    cuda: bool,
+    half: bool,
 ) -> bool:
     """Return whether sequences share prefixes. Raises ConfigError for share_prefixes=always if
     they cannot.
@@ -192,7 +221,9 @@ def shares_prefixes(
         return False
     problem = _sharing_problem(settings, features, states=states, cuda=cuda, half=half)
     if problem and settings.share_prefixes == "always":
-        raise ConfigError(f"{model}: model.share_prefixes=always {problem}, or share_prefixes=auto.")
+        raise ConfigError(
+            f"{model}: model.share_prefixes=always {problem}, or share_prefixes=auto."
+        )
     return not problem
 
 
@@ -212,8 +243,12 @@ def check_vision(
     has none.
     """
     if settings.train_vision and vision is None:
-        raise ConfigError(f"model.train_vision=true: {model} takes no images. Set model.train_vision=false.")
-    deepstack = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+        raise ConfigError(
+            f"model.train_vision=true: {model} takes no images. Set model.train_vision=false."
+        )
+    deepstack = getattr(
+        getattr(config, "vision_config", None), "deepstack_visual_indexes", None
+    )
     if vision is not None and deepstack and parallel.pipeline_parallel > 1:
         raise UnsupportedModelError(
             f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}: {model} adds images to its "
@@ -221,16 +256,22 @@ def check_vision(
         )
 
 
-def check_experts(parallel: ParallelConfig, settings: ModelConfig, model: str, experts: int) -> None:
+def check_experts(
+    parallel: ParallelConfig, settings: ModelConfig, model: str, experts: int
+) -> None:
     """Raise UnsupportedModelError if a model with so many experts a layer, 0 if dense, does not suit the
     settings.
     """
     ep = parallel.expert_parallel
     needs = {f"policy.parallel.expert_parallel={ep}": ep > 1}
-    needs[f"model.router_replay={settings.router_replay}"] = settings.router_replay != "none"
+    needs[f"model.router_replay={settings.router_replay}"] = (
+        settings.router_replay != "none"
+    )
     for setting, needed in needs.items():
         if needed and not experts:
-            raise UnsupportedModelError(f"{setting}: {model} has no experts. Remove the setting.")
+            raise UnsupportedModelError(
+                f"{setting}: {model} has no experts. Remove the setting."
+            )
     if experts % ep:
         raise UnsupportedModelError(
             f"policy.parallel.expert_parallel={ep}: {model} has {experts} experts a layer. Set a divisor."
@@ -245,7 +286,9 @@ def _check_router_losses(settings: ModelConfig, model: str, family: str) -> None
         )
 
 
-def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool, images: bool = False) -> bool:
+def compiles(
+    settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool, images: bool = False
+) -> bool:
     """Return whether layers are compiled. images: whether the model reads them.
 
     Raises ConfigError for compile=always with tensor parallelism or images. With torch 2.13, graphs end
@@ -262,7 +305,9 @@ def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool, ima
             "model.compile=always: does not work with policy.parallel.tensor_parallel above 1. Set auto or "
             "never."
         )
-    return settings.compile == "always" or (settings.compile == "auto" and cuda and not shared)
+    return settings.compile == "always" or (
+        settings.compile == "auto" and cuda and not shared
+    )
 
 
 def _check_pipeline_parallel(

@@ -27,7 +27,9 @@ def missing_packages(features: Mapping[str, Any]) -> list[str]:
     for name, packages in PACKAGES.items():
         if features.get(name):
             wanted |= packages
-    return [distribution for module, distribution in wanted.items() if find_spec(module) is None]
+    return [
+        distribution for module, distribution in wanted.items() if find_spec(module) is None
+    ]
 
 
 def missing_kernels(features: Mapping[str, Any]) -> str:

@@ -96,7 +96,10 @@ class Parallel:
 
     @property
     def leads_dp_group(self) -> bool:
-        return all(mesh.get_local_rank() == 0 for mesh in (self.pipeline, self.context, self.tensor))
+        return all(
+            mesh.get_local_rank() == 0
+            for mesh in (self.pipeline, self.context, self.tensor)
+        )
 
 
 def process_group_backend(device: torch.device) -> str:
@@ -110,12 +113,18 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
     """
     config = config or ParallelConfig()
     if not dist.is_initialized():
-        dist.init_process_group(process_group_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            process_group_backend(device), store=dist.HashStore(), rank=0, world_size=1
+        )
     shape = mesh_shape(dist.get_world_size(), config)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
     # A context-parallel group computes parts of the same sequences, yet holds different parameters.
-    sharding = _over(mesh, ("dp_shard", "cp") if config.context_parallel > 1 else ("dp_shard",))
-    return Parallel(mesh, sharding, config, _context_groups(mesh, config), _token_groups(mesh, config))
+    sharding = _over(
+        mesh, ("dp_shard", "cp") if config.context_parallel > 1 else ("dp_shard",)
+    )
+    return Parallel(
+        mesh, sharding, config, _context_groups(mesh, config), _token_groups(mesh, config)
+    )
 
 
 def limit_waits() -> None:
@@ -125,21 +134,27 @@ def limit_waits() -> None:
     ("cpu:gloo,cuda:nccl").
     """
     world = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    if not isinstance(world, dist.ProcessGroupGloo):  # a group that only stands for ranks has no waits
+    if not isinstance(
+        world, dist.ProcessGroupGloo
+    ):  # a group that only stands for ranks has no waits
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
 
 
-def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.ProcessGroup]:
+def _context_groups(
+    mesh: DeviceMesh, config: ParallelConfig
+) -> dict[int, dist.ProcessGroup]:
     """Make the process groups of all degrees: neighbours among the ranks that differ only in cp."""
     most = config.context_parallel
     groups = {most: mesh["cp"].get_group()}
     rows = mesh.mesh.movedim(DIMENSIONS.index("cp"), -1)
     for degree in config.context_degrees:
         if 1 < degree < most:
-            groups[degree] = dist.new_subgroups_by_enumeration(rows.reshape(-1, degree).tolist())[0]
+            groups[degree] = dist.new_subgroups_by_enumeration(
+                rows.reshape(-1, degree).tolist()
+            )[0]
     return groups
 
 
@@ -170,7 +185,9 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, 
         raise ConfigError(
             f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks"
         )
-    sharing_experts = dp // config.replicate * config.context_parallel * config.tensor_parallel
+    sharing_experts = (
+        dp // config.replicate * config.context_parallel * config.tensor_parallel
+    )
     if sharing_experts % config.expert_parallel:
         raise ConfigError(
             f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * "
@@ -193,7 +210,11 @@ def _over(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         mesh[names]._flatten(joined)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-        return mesh["dp_replicate", joined] if mesh["dp_replicate"].size() > 1 else mesh[joined]
+        return (
+            mesh["dp_replicate", joined]
+            if mesh["dp_replicate"].size() > 1
+            else mesh[joined]
+        )
 
 
 def shard_model(
@@ -216,9 +237,13 @@ def shard_model(
     unsharded: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when
     gathered. Gradients are reduced in `reduce_dtype`, and summed.
     """
-    mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=reduce_dtype
+    )
     # On the CPU the parameters are in host memory anyway.
-    offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
+    )
     # A router may give its weights in float32. Inputs of experts are not cast, as inside a layer.
     own_inputs = replace(mixed_precision, cast_forward_inputs=False)
     for module, own_mesh in (experts or {}).items():
@@ -234,9 +259,19 @@ def shard_model(
     reshard = reshard_after_forward and (mesh.size() > 1 or mesh.device_type != "cpu")
     for layer in (*layers, *uncast):
         policy = own_inputs if layer in uncast else mixed_precision
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
     # The root's parameters (embedding, norm, output layer) end the forward pass and begin the backward.
-    of_root = {"mp_policy": mixed_precision, "offload_policy": offload, "reshard_after_forward": False}
+    of_root = {
+        "mp_policy": mixed_precision,
+        "offload_policy": offload,
+        "reshard_after_forward": False,
+    }
     fully_shard(root, mesh=mesh, ignored_params=unsharded, **of_root)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
@@ -273,7 +308,10 @@ def prepare_backward(
     the model (HSDP) sum their shards only in the last pass. Without `reshard_after_forward` parameters stay
     gathered until then.
     """
-    for module in [cast(FSDPModule, root), *(module for layer in layers for module in fsdp_modules(layer))]:
+    for module in [
+        cast(FSDPModule, root),
+        *(module for layer in layers for module in fsdp_modules(layer)),
+    ]:
         if config.defer_gradient_reduction:
             module.set_requires_gradient_sync(last, recurse=False)
         else:
@@ -299,13 +337,15 @@ def clip_gradients(
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(
-                parameter
-            )
+            by_mesh[
+                parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            ].append(parameter)
     uncounted = set(map(id, counted_elsewhere))
     norms = []
     for group in by_mesh.values():
-        gradients = [parameter.grad for parameter in group if id(parameter) not in uncounted]
+        gradients = [
+            parameter.grad for parameter in group if id(parameter) not in uncounted
+        ]
         if gradients:
             norms.append(full_tensor(nn.utils.get_total_norm(gradients)))
     norm = torch.linalg.vector_norm(torch.stack(norms))

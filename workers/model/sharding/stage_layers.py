@@ -74,9 +74,15 @@ class StageLayers(nn.ModuleList):
 
     def _called(self, index: int) -> Callable[..., Any]:
         if self.passing is None:
-            raise RuntimeError("the layers of a stage are run by a pass through a part of them")
+            raise RuntimeError(
+                "the layers of a stage are run by a pass through a part of them"
+            )
         layer = self._whole[index]
-        return layer if index in self.passing.part.layers else _Other(layer, index, self.passing)
+        return (
+            layer
+            if index in self.passing.part.layers
+            else _Other(layer, index, self.passing)
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ FORWARD_AND_BACKWARD = 3.0
 """Cost of a trained layer, as a multiple of its forward pass."""
 
 
-def relative_costs(layers: Sequence[float], head: float, *, recomputed: float) -> tuple[list[float], float]:
+def relative_costs(
+    layers: Sequence[float], head: float, *, recomputed: float
+) -> tuple[list[float], float]:
     """Return (costs of the layers, cost of the output layer) for `split_layers`, from the weights that a
     token uses.
 

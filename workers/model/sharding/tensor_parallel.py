@@ -51,7 +51,11 @@ def find_experts(model: nn.Module) -> list[nn.Module]:
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
     experts = {id(module) for module in find_experts(model)}
-    return [module for module in model.modules() if not experts.isdisjoint(map(id, module.children()))]
+    return [
+        module
+        for module in model.modules()
+        if not experts.isdisjoint(map(id, module.children()))
+    ]
 
 
 def modules_of_own_tokens(model: nn.Module) -> list[nn.Module]:
@@ -78,7 +82,9 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     tied = head.weight is embedding.weight
     names = {module: name for name, module in decoder.named_children()}
     plan: dict[str, ParallelStyle] = {
-        names[embedding]: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        names[embedding]: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        )
     }
     plan |= {name: SequenceParallel() for name in names.values() if name in FINAL_NORMS}
     _parallelize(decoder, mesh, plan)
@@ -102,21 +108,31 @@ def own_vocabulary(
         return (weight, bias), (None, 0)
     mesh = weight.device_mesh
     vocabulary = weight.shape[0]
-    rows = -(-vocabulary // mesh.size())  # on all ranks except the last ones, which get the rest
+    rows = -(
+        -vocabulary // mesh.size()
+    )  # on all ranks except the last ones, which get the rest
     first = min(mesh.get_local_rank() * rows, vocabulary)
-    return (weight.to_local(), None if bias is None else bias.to_local()), (mesh.get_group(), first)
+    return (weight.to_local(), None if bias is None else bias.to_local()), (
+        mesh.get_group(),
+        first,
+    )
 
 
 def _layer_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     whole_modules = set(modules_of_own_tokens(layer))
-    whole = tuple(f"{name}." for name, module in layer.named_modules() if module in whole_modules)
+    whole = tuple(
+        f"{name}." for name, module in layer.named_modules() if module in whole_modules
+    )
     plan: dict[str, ParallelStyle] = {}
     for name, module in layer.named_modules():
         if f"{name}.".startswith(whole):
             continue
         last = name.rpartition(".")[2]
         if hasattr(module, "lora_A") and last in COLUMNS | ROWS:
-            plan |= {f"{name}.{part}": style for part, style in _adapted_styles(last, module).items()}
+            plan |= {
+                f"{name}.{part}": style
+                for part, style in _adapted_styles(last, module).items()
+            }
         elif style := _style(last, module):
             plan[name] = style
     return plan
@@ -125,10 +141,14 @@ def _layer_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
 class RowwiseCodes(RowwiseParallel):
     """Share a weight that is kept as codes and scales, by columns of the weight."""
 
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    def _partition_linear_fn(
+        self, name: str, module: nn.Module, device_mesh: DeviceMesh
+    ) -> None:
         for part, parameter in list(module.named_parameters()):
             placement = Replicate() if part == "bias" else Shard(1)
-            shared = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            shared = distribute_tensor(
+                parameter, device_mesh, [placement], src_data_rank=self.src_data_rank
+            )
             module.register_parameter(part, nn.Parameter(shared, requires_grad=False))
 
 
@@ -145,7 +165,9 @@ def _adapted_styles(name: str, module: nn.Module) -> dict[str, ParallelStyle]:
             "lora_B.default": ColwiseParallel(input_layouts=Shard(1)),
         }
     rowwise = (
-        RowwiseCodes if isinstance(module.get_submodule("base_layer"), LowBitLinear) else RowwiseParallel
+        RowwiseCodes
+        if isinstance(module.get_submodule("base_layer"), LowBitLinear)
+        else RowwiseParallel
     )
     return {
         "base_layer": rowwise(output_layouts=Shard(1)),
@@ -167,19 +189,29 @@ def _style(name: str, module: nn.Module) -> ParallelStyle | None:
     if "q_proj" in children:
         return _gather_input("hidden_states")
     if children & ROWS:
-        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        return PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
     return None
 
 
 def _gather_input(name: str) -> PrepareModuleInput:
     return PrepareModuleInput(
-        input_kwarg_layouts={name: Shard(1)}, desired_input_kwarg_layouts={name: Replicate()}
+        input_kwarg_layouts={name: Shard(1)},
+        desired_input_kwarg_layouts={name: Replicate()},
     )
 
 
-def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+def _parallelize(
+    module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]
+) -> None:
+    trained = {
+        name: parameter.requires_grad for name, parameter in module.named_parameters()
+    }
     # All ranks have the same weights, or none yet (meta device): each keeps its part without communication.
     parallelize_module(module, mesh, plan, src_data_rank=None)
-    for name, parameter in module.named_parameters():  # SequenceParallel would train frozen norms
+    for (
+        name,
+        parameter,
+    ) in module.named_parameters():  # SequenceParallel would train frozen norms
         parameter.requires_grad_(trained[name])

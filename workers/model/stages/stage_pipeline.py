@@ -40,7 +40,9 @@ def layer_costs(packed: PackedModel, *, recomputed: float) -> tuple[list[float],
     chosen = getattr(text, "num_experts_per_tok", None) or 1
 
     def used(parameter: nn.Parameter) -> float:
-        return parameter.numel() * (min(1.0, chosen / len(parameter)) if parameter.ndim > 2 else 1.0)
+        return parameter.numel() * (
+            min(1.0, chosen / len(parameter)) if parameter.ndim > 2 else 1.0
+        )
 
     def matrix_cost(layer: nn.Module) -> float:
         return sum(used(weight) for weight in layer.parameters() if weight.ndim > 1)
@@ -70,16 +72,27 @@ class Form:
         paths = {id(module): name for name, module in model.named_modules()}
         head = model.get_output_embeddings() or getattr(model, HEAD)
         children = {f"{prefix}.{name}": child for name, child in decoder.named_children()}
-        layers = next(name for name, child in children.items() if isinstance(child, nn.ModuleList))
+        layers = next(
+            name for name, child in children.items() if isinstance(child, nn.ModuleList)
+        )
         names = list(children)
         tail_modules = [
-            name for name in names[names.index(layers) + 1 :] if list(children[name].parameters())
+            name
+            for name in names[names.index(layers) + 1 :]
+            if list(children[name].parameters())
         ]
         tower = tuple(packed.vision.parts) if packed.vision else ()
         form = cls(
-            tower, paths[id(model.get_input_embeddings())], layers, tuple(tail_modules), paths[id(head)]
+            tower,
+            paths[id(model.get_input_embeddings())],
+            layers,
+            tuple(tail_modules),
+            paths[id(head)],
         )
-        prefixes = tuple(f"{name}." for name in (*tower, form.embedding, form.layers, *form.after, form.head))
+        prefixes = tuple(
+            f"{name}."
+            for name in (*tower, form.embedding, form.layers, *form.after, form.head)
+        )
         for name, _ in model.named_parameters():
             if not name.startswith(prefixes):
                 raise UnsupportedModelError(
@@ -101,7 +114,9 @@ class Stage:
     ConfigError if it has fewer layers than parts.
     """
 
-    def __init__(self, packed: PackedModel, parallel: Parallel, *, recomputed: float) -> None:
+    def __init__(
+        self, packed: PackedModel, parallel: Parallel, *, recomputed: float
+    ) -> None:
         pipeline = parallel.pipeline
         self.parallel = parallel
         self.index = pipeline.get_local_rank()
@@ -116,12 +131,19 @@ class Stage:
         if self.stages > 1:
             self._form = Form.of(packed)
             self.tied = _tied_names(packed)
-            ranges = split_layers(*layer_costs(packed, recomputed=recomputed), self.schedule.parts)
+            ranges = split_layers(
+                *layer_costs(packed, recomputed=recomputed), self.schedule.parts
+            )
         last = len(ranges) - 1
-        every = [Part(layers, number == 0, number == last) for number, layers in enumerate(ranges)]
+        every = [
+            Part(layers, number == 0, number == last)
+            for number, layers in enumerate(ranges)
+        ]
         self.parts = every[self.index :: self.stages]
         self._stage_of_layer = {
-            index: number % self.stages for number, part in enumerate(every) for index in part.layers
+            index: number % self.stages
+            for number, part in enumerate(every)
+            for index in part.layers
         }
 
     def holder_of(self, name: str) -> int:
@@ -137,7 +159,10 @@ class Stage:
         return self.stages - 1 if name.startswith(at_end) else 0
 
     def whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        return [*micro_batches, *[(0, 0)] * (-len(micro_batches) % self.schedule.count_multiple)]
+        return [
+            *micro_batches,
+            *[(0, 0)] * (-len(micro_batches) % self.schedule.count_multiple),
+        ]
 
     def keep(self, packed: PackedModel) -> None:
         """Drop other stages' modules from `packed`, a skeleton with adapters and tensor parallelism."""
@@ -147,16 +172,19 @@ class Stage:
         layers: Any = packed.model.get_submodule(form.layers)
         indices = {index for part in self.parts for index in part.layers}
         packed.model.set_submodule(form.layers, StageLayers(layers, indices))
-        dropped = [*form.tower, form.embedding] * (not self.is_first) + [*form.after, form.head] * (
-            not self.is_last
-        )
+        dropped = [*form.tower, form.embedding] * (not self.is_first) + [
+            *form.after,
+            form.head,
+        ] * (not self.is_last)
         for name in dropped:
             packed.model.set_submodule(name, nn.Identity())
 
     def first_name(self, name: str) -> str:
         """Return the name of a tensor in all checkpoints: the embedding's for a tied weight."""
         prefix = "model."
-        return prefix + self.tied[0] if self.tied and name == prefix + self.tied[1] else name
+        return (
+            prefix + self.tied[0] if self.tied and name == prefix + self.tied[1] else name
+        )
 
     def copies(self, model: nn.Module) -> list[nn.Parameter]:
         return [model.get_parameter(self.tied[1])] if self.tied and self.is_last else []
@@ -164,11 +192,15 @@ class Stage:
     def rank_of(self, stage: int) -> int:
         return dist.get_global_rank(self.parallel.pipeline.get_group(), stage)
 
-    def to_all(self, tensor: Tensor | None, holder: int, like: Tensor, device: torch.device) -> Tensor:
+    def to_all(
+        self, tensor: Tensor | None, holder: int, like: Tensor, device: torch.device
+    ) -> Tensor:
         """Send `tensor`, held by the ranks of stage `holder`, to every rank. like: of its shape and dtype."""
         if self.stages == 1 and tensor is not None:
             return tensor
-        tensor = torch.empty_like(like, device=device) if tensor is None else tensor.contiguous()
+        tensor = (
+            torch.empty_like(like, device=device) if tensor is None else tensor.contiguous()
+        )
         dist.broadcast(tensor, group=self.parallel.pipeline.get_group(), group_src=holder)
         return tensor
 
@@ -185,7 +217,9 @@ class Stage:
         if self.stages == 1:
             return value
         values = [value if self.index == stage else None]
-        dist.broadcast_object_list(values, group=self.parallel.pipeline.get_group(), group_src=stage)
+        dist.broadcast_object_list(
+            values, group=self.parallel.pipeline.get_group(), group_src=stage
+        )
         return values[0]
 
     def from_last(self, value: Any) -> Any:
@@ -208,7 +242,9 @@ def clip_over_stages(stage: Stage, packed: PackedModel, max_norm: float) -> floa
         return clip_gradients(parameters, max_norm)
     add_tied_gradients(stage, packed.model)
     group = stage.parallel.pipeline.get_group()
-    return clip_gradients(parameters, max_norm, group, counted_elsewhere=stage.copies(packed.model))
+    return clip_gradients(
+        parameters, max_norm, group, counted_elsewhere=stage.copies(packed.model)
+    )
 
 
 def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
@@ -240,7 +276,9 @@ class Exchange:
         pipeline = parallel.pipeline
         self._index = pipeline.get_local_rank()
         self._stages = pipeline.size()
-        self._groups: dict[tuple[Kind, bool], dist.ProcessGroup] = {("forward", False): pipeline.get_group()}
+        self._groups: dict[tuple[Kind, bool], dist.ProcessGroup] = {
+            ("forward", False): pipeline.get_group()
+        }
         self._groups["backward", False] = _same_groups_again(parallel)
         if parallel.config.virtual_stages > 1:
             self._groups["forward", True] = _same_groups_again(parallel)
@@ -256,7 +294,9 @@ class Exchange:
         work = dist.isend(tensor, group=group, group_dst=place)
         self._leaving.append((work, tensor))
 
-    def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def receive(
+        self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Return the input of a pass of `kind`."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         group, place = self._way(kind, -1)
@@ -293,7 +333,9 @@ class Exchange:
 
 
 def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:
-    columns = parallel.mesh.mesh.flatten(1).T.tolist()  # of every place, its rank in each stage
+    columns = parallel.mesh.mesh.flatten(
+        1
+    ).T.tolist()  # of every place, its rank in each stage
     own_group = None
     for ranks in columns:
         group = dist.new_group(ranks)

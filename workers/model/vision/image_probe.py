@@ -40,7 +40,10 @@ def add_images(
     import PIL.Image
 
     noise = np.random.default_rng(0)
-    pictures = [PIL.Image.fromarray(noise.integers(0, 256, (h, w, 3)).astype("uint8")) for w, h in SIZES]
+    pictures = [
+        PIL.Image.fromarray(noise.integers(0, 256, (h, w, 3)).astype("uint8"))
+        for w, h in SIZES
+    ]
     try:
         alone = [_processed(processor, [picture]) for picture in pictures]
         both = _processed(processor, pictures)
@@ -48,16 +51,24 @@ def add_images(
         raise UnsupportedModelError(
             f"{name}: its processor raises {type(error).__name__}: {clause(error)}"
         ) from error
-    if not torch.equal(both["input_ids"], torch.cat([output["input_ids"] for output in alone], dim=1)):
-        raise UnsupportedModelError(f"{name}: its processor expands an image otherwise beside another")
-    images = [Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures]
+    if not torch.equal(
+        both["input_ids"], torch.cat([output["input_ids"] for output in alone], dim=1)
+    ):
+        raise UnsupportedModelError(
+            f"{name}: its processor expands an image otherwise beside another"
+        )
+    images = [
+        Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures
+    ]
     counts = [output["input_ids"].shape[1] for output in alone]
     columns = [name for name in ("input_ids", *TYPES) if name in alone[0]]
     start = prefix or 1
     rows = []
     placed = []
     inputs = []
-    for text, places in zip(texts, ((), (start,), (start, len(texts[2]) - AFTER)), strict=True):
+    for text, places in zip(
+        texts, ((), (start,), (start, len(texts[2]) - AFTER)), strict=True
+    ):
         spliced = {column: _splice(column, text, places, alone) for column in columns}
         ids = spliced.pop("input_ids")
         rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0})
@@ -65,7 +76,9 @@ def add_images(
         placed.append(tuple(map(PlacedImage, images, first, counts)))
         image_inputs = ({}, alone[0], both)[len(places)]
         pixels = {
-            key: value for key, value in image_inputs.items() if key not in (*columns, "attention_mask")
+            key: value
+            for key, value in image_inputs.items()
+            if key not in (*columns, "attention_mask")
         }
         inputs.append(pixels | {column: types[None] for column, types in spliced.items()})
     sequences = DataProto.from_list(rows)
@@ -75,14 +88,24 @@ def add_images(
 
 def _processed(processor: Any, pictures: list[Any]) -> Inputs:
     text = processor.image_token * len(pictures)
-    return dict(processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"))
+    return dict(
+        processor(
+            text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
+        )
+    )
 
 
-def _splice(column: str, text: Tensor, places: Sequence[int], alone: Sequence[Inputs]) -> Tensor:
+def _splice(
+    column: str, text: Tensor, places: Sequence[int], alone: Sequence[Inputs]
+) -> Tensor:
     """Return ids of `text`, or zeros for them in columns of types, with what each image has put into its
     place.
     """
-    parts = list((text if column == "input_ids" else torch.zeros_like(text)).tensor_split(list(places)))
+    parts = list(
+        (text if column == "input_ids" else torch.zeros_like(text)).tensor_split(
+            list(places)
+        )
+    )
     for index in range(len(places)):
         parts.insert(2 * index + 1, alone[index][column][0])
     return torch.cat(parts)

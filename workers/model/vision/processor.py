@@ -19,9 +19,19 @@ def load_placeholders(path: str, compared: int = COMPARED) -> Placeholders | Non
     if "vision_config" not in config:
         return None
     if config["model_type"] in IMAGES_SEE_AHEAD:
-        return RefusedImages(path, f"tokens of its images attend to later ones ({config['model_type']})")
+        return RefusedImages(
+            path, f"tokens of its images attend to later ones ({config['model_type']})"
+        )
     try:
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many types
-        return RefusedImages(path, f"its processor cannot be loaded: {describe_error(error)}")
-    return Placeholders(processor, path, compared) if hasattr(processor, "image_token") else None
+        return RefusedImages(
+            path, f"its processor cannot be loaded: {describe_error(error)}"
+        )
+    return (
+        Placeholders(processor, path, compared)
+        if hasattr(processor, "image_token")
+        else None
+    )

@@ -70,15 +70,25 @@ class Vision:
             for level in around[:-1]
             for name, _ in model.get_submodule(level).named_children()
         ]
-        self.parts = [name for child in children if (name := child.removeprefix(".")) not in (*around, head)]
+        self.parts = [
+            name
+            for child in children
+            if (name := child.removeprefix(".")) not in (*around, head)
+        ]
         prefixes = (f"{around[-1]}.", f"{head}.")
-        self.names = frozenset(name for name, _ in model.named_parameters() if not name.startswith(prefixes))
+        self.names = frozenset(
+            name for name, _ in model.named_parameters() if not name.startswith(prefixes)
+        )
         self._processed = lru_cache(KEPT_IMAGES)(self._process)
 
     @property
     def parameters(self) -> set[nn.Parameter]:
         """Return the tower's parameters that this rank has."""
-        return {parameter for name, parameter in self.model.named_parameters() if name in self.names}
+        return {
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name in self.names
+        }
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -97,7 +107,9 @@ class Vision:
         """Return `rows` with their images, the cells of the images' features, and the family's kind of
         positions.
         """
-        positions = rows.position_ids.repeat(3, 1, 1) if self._has_grids else rows.position_ids
+        positions = (
+            rows.position_ids.repeat(3, 1, 1) if self._has_grids else rows.position_ids
+        )
         firsts: dict[Image, int] = {}
         cells = [torch.empty(0, dtype=torch.int64)]
         source = [torch.empty(0, dtype=torch.int64)]
@@ -116,13 +128,17 @@ class Vision:
                 source.append(first + torch.arange(len(places)))
         if not firsts and not self.trains:
             return replace(rows, position_ids=positions)
-        image_cells, places = torch.cat(cells).unique(return_inverse=True)  # sequences share cells
+        image_cells, places = torch.cat(cells).unique(
+            return_inverse=True
+        )  # sequences share cells
         return replace(
             rows,
             position_ids=positions,
             images=self.inputs(list(firsts)) if firsts else self._blank,
             image_cells=image_cells,
-            image_source=torch.empty_like(image_cells).scatter_(0, places, torch.cat(source)),
+            image_source=torch.empty_like(image_cells).scatter_(
+                0, places, torch.cat(source)
+            ),
             image_features=count,
         )
 
@@ -131,7 +147,12 @@ class Vision:
         types = torch.zeros(1, len(ids), dtype=torch.int64)
         for placed_image in images:
             types[0, self._placeholders(ids, placed_image)] = 1
-        grids = torch.cat([self._processed(placed_image.image)["image_grid_thw"] for placed_image in images])
+        grids = torch.cat(
+            [
+                self._processed(placed_image.image)["image_grid_thw"]
+                for placed_image in images
+            ]
+        )
         positions = self._family.get_rope_index(ids[None], types, image_grid_thw=grids)[0]
         return torch.as_tensor(positions[:, 0])
 
@@ -163,15 +184,21 @@ class Vision:
     def processor(self) -> Any:
         path = self.model.name_or_path
         try:
-            return AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return AutoProcessor.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises many types
-            raise ConfigError(f"model.path={path} has no processor of images: {clause(error)}.") from error
+            raise ConfigError(
+                f"model.path={path} has no processor of images: {clause(error)}."
+            ) from error
 
     def _process(self, image: Image) -> Inputs:
         return self._tensors(read_image(image.data, "an image"))
 
     def _tensors(self, picture: Any) -> Inputs:
-        features = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
+        features = self.processor(
+            text=[self.processor.image_token], images=[[picture]], return_tensors="pt"
+        )
         tensors = {name: value for name, value in features.items() if name not in OF_TEXT}
         # Images of LLaVA-NeXT have unequally many parts.
         if "image_sizes" in tensors and tensors["pixel_values"].ndim == 5:
@@ -189,21 +216,29 @@ class Vision:
     def features(self, inputs: Inputs, dtype: torch.dtype) -> Features:
         """Return the features of a micro-batch's images. dtype: of the computation."""
         arguments = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in inputs.items()
         }
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
             output: Any = self.model.get_image_features(**arguments, return_dict=True)
         return Features(
-            _flat(output.pooler_output), tuple(map(_flat, getattr(output, "deepstack_features", None) or ()))
+            _flat(output.pooler_output),
+            tuple(map(_flat, getattr(output, "deepstack_features", None) or ())),
         )
 
     def embedded(self, rows: ModelInput) -> dict[str, Any]:
         """Return the decoder's arguments for rows with images: their embeddings, and features for its first
         layers.
         """
-        assert rows.images is not None and rows.image_cells is not None and rows.image_source is not None
+        assert (
+            rows.images is not None
+            and rows.image_cells is not None
+            and rows.image_source is not None
+        )
         embedding: Any = self.model.get_input_embeddings()
-        embeds = embedding(rows.input_ids)  # under tensor parallelism this rank's part of the cells
+        embeds = embedding(
+            rows.input_ids
+        )  # under tensor parallelism this rank's part of the cells
         features = self.features(rows.images, embeds.dtype)
         cells = rows.image_cells
         source = rows.image_source
@@ -216,7 +251,10 @@ class Vision:
             mesh = embedding.weight.device_mesh
             width = embeds.shape[1]
             # Each rank returns the gradient of its own cells: their sum is the tower's.
-            layers = [DTensor.from_local(layer, mesh, [Replicate()], run_check=False) for layer in layers]
+            layers = [
+                DTensor.from_local(layer, mesh, [Replicate()], run_check=False)
+                for layer in layers
+            ]
             layers = [layer.to_local(grad_placements=[Partial()]) for layer in layers]
             first = mesh.get_local_rank() * width
             mine = (cells >= first) & (cells < first + width)
@@ -243,6 +281,9 @@ def _joined(name: str, values: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(values))
     height = max(tensor.shape[-2] for tensor in values)
     width = max(tensor.shape[-1] for tensor in values)
-    padded = [F.pad(tensor, (0, width - tensor.shape[-1], 0, height - tensor.shape[-2])) for tensor in values]
+    padded = [
+        F.pad(tensor, (0, width - tensor.shape[-1], 0, height - tensor.shape[-2]))
+        for tensor in values
+    ]
     images = 1 if "mask" in name or padded[0].ndim == 5 else 0
     return torch.cat(padded, images)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from workers.engine.weights import complete_update
@@ -57,28 +59,43 @@ COMPLETE = SimpleNamespace(can_load=lambda: False, loaded_weights=[], load_numel
     ],
 )
 def test_what_an_update_has_not_brought_is_named(
-    record: SimpleNamespace, method: type | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    record: SimpleNamespace,
+    method: type | None,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Model(method)
     records = {model.layer: record}
-    monkeypatch.setattr(complete_update, "get_layerwise_info", lambda module: records.get(module, COMPLETE))
+    monkeypatch.setattr(
+        complete_update, "get_layerwise_info", lambda module: records.get(module, COMPLETE)
+    )
     assert complete_update.find_missing(model) == expected
 
 
 @pytest.mark.parametrize("frozen", [(), ("tower",), ("tow",)])
-def test_a_frozen_module_keeps_its_weights(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_module_keeps_its_weights(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Model()
     records = {model.tower: loading(values=0)}
-    monkeypatch.setattr(complete_update, "get_layerwise_info", lambda module: records.get(module, COMPLETE))
+    monkeypatch.setattr(
+        complete_update, "get_layerwise_info", lambda module: records.get(module, COMPLETE)
+    )
     expected = [] if frozen == ("tower",) else ["tower.weight"]
     assert complete_update.find_missing(model, frozen) == expected
 
 
-def test_a_layer_whose_loading_is_put_off_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_loading_is_put_off_is_not_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Model()
-    monkeypatch.setattr(complete_update, "get_layerwise_info", lambda module: loading(values=0))
     monkeypatch.setattr(
-        complete_update, "is_deferred_attention_layer", lambda module: module is not model.tower
+        complete_update, "get_layerwise_info", lambda module: loading(values=0)
+    )
+    monkeypatch.setattr(
+        complete_update,
+        "is_deferred_attention_layer",
+        lambda module: module is not model.tower,
     )
     assert complete_update.find_missing(model) == ["tower.weight"]
 
@@ -104,7 +121,11 @@ class SinksModel(nn.Module):
     ("translate", "sent_name", "name"),
     [
         (complete_update._gpt_oss, "layer.self_attn.sinks", "layer.attn.sinks"),
-        (complete_update._mimo, "layer.attn.attention_sink_bias", "layer.attn.attention_sink_bias"),
+        (
+            complete_update._mimo,
+            "layer.attn.attention_sink_bias",
+            "layer.attn.attention_sink_bias",
+        ),
     ],
 )
 def test_a_rank_loads_the_sinks_of_its_heads(
@@ -113,7 +134,9 @@ def test_a_rank_loads_the_sinks_of_its_heads(
     model = SinksModel()
     sent = torch.tensor([1.0, 2.0, 3.0, 4.0])
     for rank, expected in enumerate([[1.0, 2.0], [3.0, 4.0]]):
-        monkeypatch.setattr(complete_update, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(
+            complete_update, "get_tensor_model_parallel_rank", lambda rank=rank: rank
+        )
         assert list(translate(model, sent_name, sent)) == []
         assert model.get_parameter(name).tolist() == expected
     assert list(translate(model, "other.weight", sent)) == [("other.weight", sent)]
@@ -121,7 +144,11 @@ def test_a_rank_loads_the_sinks_of_its_heads(
 
 @pytest.mark.parametrize(
     ("method", "local_experts", "stacks"),
-    [(UnquantizedFusedMoEMethod, 4, True), (UnquantizedFusedMoEMethod, 2, False), (object, 4, False)],
+    [
+        (UnquantizedFusedMoEMethod, 4, True),
+        (UnquantizedFusedMoEMethod, 2, False),
+        (object, 4, False),
+    ],
 )
 def test_experts_are_loaded_stacked_where_a_layer_holds_all_of_them_as_sent(
     method: type, local_experts: int, stacks: bool

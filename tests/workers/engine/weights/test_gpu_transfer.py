@@ -26,7 +26,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         infos.append(info)
         return TrainerSide()
 
-    monkeypatch.setattr(gpu_transfer.WeightTransferTrainerFactory, "trainer_init", trainer_init)
+    monkeypatch.setattr(
+        gpu_transfer.WeightTransferTrainerFactory, "trainer_init", trainer_init
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     return infos
 
@@ -47,7 +49,9 @@ def connect(
     )
 
 
-@pytest.mark.parametrize(("engines", "tensor_parallel", "members"), [(1, 1, 2), (3, 1, 4), (2, 4, 9)])
+@pytest.mark.parametrize(
+    ("engines", "tensor_parallel", "members"), [(1, 1, 2), (3, 1, 4), (2, 4, 9)]
+)
 def test_a_broadcast_has_the_first_policy_rank_and_every_rank_of_engines(
     told: list[Any], engines: int, tensor_parallel: int, members: int
 ) -> None:
@@ -56,7 +60,11 @@ def test_a_broadcast_has_the_first_policy_rank_and_every_rank_of_engines(
     assert (told[0].rank, told[0].packed_buffer_size_bytes) == (0, 64)
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(1, LARGEST_BYTES), (LARGEST_BYTES + 1, LARGEST_BYTES + 1)])
-def test_a_buffer_on_shared_gpus_holds_the_largest_weight(told: list[Any], asked: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(1, LARGEST_BYTES), (LARGEST_BYTES + 1, LARGEST_BYTES + 1)]
+)
+def test_a_buffer_on_shared_gpus_holds_the_largest_weight(
+    told: list[Any], asked: int, expected: int
+) -> None:
     connect("colocated", 1, 1, asked)
     assert told[0].packed_buffer_size_bytes == expected

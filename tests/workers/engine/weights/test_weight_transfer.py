@@ -59,7 +59,9 @@ def test_tied_weights_are_packed_under_both_names() -> None:
     model = tiny.random_model(0)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     found = load(pack_weights(model.state_dict().items()).tobytes())
-    torch.testing.assert_close(found["lm_head.weight"], found["model.embed_tokens.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        found["lm_head.weight"], found["model.embed_tokens.weight"], rtol=0, atol=0
+    )
 
 
 def test_the_file_is_private_and_gone_afterwards_whatever_happens() -> None:
@@ -75,7 +77,8 @@ def random_weights(rng: np.random.Generator) -> dict[str, torch.Tensor]:
     """Tensors of several types and sizes, some longer than a block of words."""
     shapes = {"b.weight": (300, 301), "a.weight": (7,), "scalar": (), "z.long": (70_000,)}
     weights = {
-        name: torch.from_numpy(rng.normal(size=shape)).to(torch.bfloat16) for name, shape in shapes.items()
+        name: torch.from_numpy(rng.normal(size=shape)).to(torch.bfloat16)
+        for name, shape in shapes.items()
     }
     return weights | {
         "float": torch.from_numpy(rng.normal(size=(3, 5))).float().t(),
@@ -87,10 +90,15 @@ def changed(
     weights: dict[str, torch.Tensor], share: float, rng: np.random.Generator
 ) -> dict[str, torch.Tensor]:
     """A share of the values is others: among them NaN, infinities and zeros of either sign."""
-    found = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in weights.items()}
+    found = {
+        name: weight.clone(memory_format=torch.contiguous_format)
+        for name, weight in weights.items()
+    }
     for weight in found.values():
         at = torch.from_numpy(rng.random(weight.numel()) < share)
-        values = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, *rng.normal(size=20)], int(at.sum()))
+        values = rng.choice(
+            [np.nan, np.inf, -np.inf, 0.0, -0.0, *rng.normal(size=20)], int(at.sum())
+        )
         weight.view(-1)[at] = torch.from_numpy(values).to(weight.dtype)
     return found
 
@@ -100,7 +108,9 @@ def changed(
     shares=st.lists(st.sampled_from([0.0, 1e-5, 0.01, 0.15, 0.5]), min_size=1, max_size=15),
     seed=st.integers(0, 99),
 )
-def test_files_with_deltas_equal_whole_ones_bit_for_bit(shares: list[float], seed: int) -> None:
+def test_files_with_deltas_equal_whole_ones_bit_for_bit(
+    shares: list[float], seed: int
+) -> None:
     """For an engine that follows from the start, for one that starts late, and for one that
     misses updates.
     """
@@ -140,7 +150,9 @@ def test_metrics_of_a_delta_count_all_its_bytes_and_join_as_the_greatest() -> No
     assert isinstance(delta, WeightDelta)
     parts = (delta.counts, delta.offsets, delta.values)
     assert min(part.nbytes for part in parts) > 0
-    assert metrics["weights_mib"] == Metric.max(sum(len(part.tobytes()) for part in parts) / 2**20)
+    assert metrics["weights_mib"] == Metric.max(
+        sum(len(part.tobytes()) for part in parts) / 2**20
+    )
     assert metrics["weights_whole"] == Metric.max(0.0)
     assert metrics["weights_changed"].reduction == Reduction.MAX
 
@@ -151,7 +163,9 @@ def test_a_file_that_differs_from_the_senders_is_noticed() -> None:
     file.take(packer.pack(weights.items())[0], 0)
     file.take(packer.pack(changed(weights, 0.01, rng).items(), check=True)[0], 1)
     packer.pack(changed(weights, 0.01, rng).items())
-    lost = [packer.pack(changed(weights, 0.01, rng).items())[0] for _ in range(CHECK_EVERY - 2)]
+    lost = [
+        packer.pack(changed(weights, 0.01, rng).items())[0] for _ in range(CHECK_EVERY - 2)
+    ]
     with pytest.raises(RolloutError, match=r"rollout\.weight_sync=delta"):
         file.take(lost[-1], 2)
 
@@ -160,7 +174,9 @@ def test_registering_again_does_no_harm_and_names_our_engines() -> None:
     register()
     register()
     found = [WeightTransferEngineFactory._registry[name]() for name in ENGINES]
-    assert [engine.__name__ for engine in found] == [engine for _, engine in ENGINES.values()]
+    assert [engine.__name__ for engine in found] == [
+        engine for _, engine in ENGINES.values()
+    ]
     assert all(issubclass(engine, CompleteUpdate) for engine in found)
 
 
@@ -183,7 +199,9 @@ time.sleep(100)
 
 
 def test_a_process_below_a_killed_actor_ends() -> None:
-    actor = subprocess.Popen([sys.executable, "-c", ACTOR_SCRIPT], stdout=subprocess.PIPE, text=True)
+    actor = subprocess.Popen(
+        [sys.executable, "-c", ACTOR_SCRIPT], stdout=subprocess.PIPE, text=True
+    )
     child = psutil.Process(int(actor.stdout.readline()))
     assert child.is_running()
     actor.kill()

@@ -21,11 +21,17 @@ def twin_in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]
 
     def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
         calls.append(
-            {name: value for name, value in arguments.items() if not isinstance(value, torch.Tensor)}
+            {
+                name: value
+                for name, value in arguments.items()
+                if not isinstance(value, torch.Tensor)
+            }
         )
         return varlen_forward(**arguments)
 
-    package = SimpleNamespace(flash_attn_varlen_func=forward, _flash_attn_bwd=varlen_backward)
+    package = SimpleNamespace(
+        flash_attn_varlen_func=forward, _flash_attn_bwd=varlen_backward
+    )
     monkeypatch.setattr(flash4, "load_package", lambda: package)
     flash4.use_flash4(True)
     try:
@@ -56,7 +62,9 @@ def varlen_forward(
         sums.append(scores.logsumexp(-1))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
     lse = torch.cat(sums, dim=1)
-    return torch.cat(outputs).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+    return torch.cat(outputs).to(q.dtype), lse.to(
+        torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def varlen_backward(
@@ -92,9 +100,13 @@ def varlen_backward(
     for (query, key, value), (output, grad), total in zip(
         _segments(q, k, v, cu_seqlens_q, cu_seqlens_k), of_queries, sums, strict=True
     ):
-        shares = (_scores(query, key, softmax_scale, causal, window) - total.t()[..., None]).exp()
+        shares = (
+            _scores(query, key, softmax_scale, causal, window) - total.t()[..., None]
+        ).exp()
         of_shares = torch.einsum("qhd,khd->hqk", grad, value)
-        of_scores = shares * (of_shares - (grad * output).sum(-1).t()[..., None]) * softmax_scale
+        of_scores = (
+            shares * (of_shares - (grad * output).sum(-1).t()[..., None]) * softmax_scale
+        )
         parts = (
             torch.einsum("hqk,khd->qhd", of_scores, key),
             torch.einsum("hqk,qhd->khd", of_scores, query),
@@ -110,7 +122,9 @@ def varlen_backward(
     )
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, window: Window) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, scale: float, causal: bool, window: Window
+) -> Tensor:
     """[H, Q, T], the last query at the last key, as the package's `_resolve_causal_local_window` reads it."""
     left, right = window
     if causal:
@@ -121,7 +135,9 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, window: Wind
     hidden = torch.zeros(queries, keys, dtype=torch.bool)
     hidden |= distance < -right if right is not None else hidden
     hidden |= distance > left if left is not None else hidden
-    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(hidden, -torch.inf)
+    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(
+        hidden, -torch.inf
+    )
 
 
 def _segments(
@@ -130,7 +146,11 @@ def _segments(
     repeats = q.shape[1] // k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     key, value = (tensor.to(dtype).repeat_interleave(repeats, dim=1) for tensor in (k, v))
-    parts = (_split(q.to(dtype), query_bounds), _split(key, key_bounds), _split(value, key_bounds))
+    parts = (
+        _split(q.to(dtype), query_bounds),
+        _split(key, key_bounds),
+        _split(value, key_bounds),
+    )
     return list(zip(*parts, strict=True))
 
 
@@ -139,11 +159,19 @@ def _split(tensor: Tensor, bounds: Tensor) -> list[Tensor]:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, query_bounds: Tensor, key_bounds: Tensor, queries: int, keys: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    queries: int,
+    keys: int,
 ) -> None:
     for tensor, bounds, longest in ((q, query_bounds, queries), (k, key_bounds, keys)):
         assert tensor.dim() == 3 and bounds.dtype == torch.int32
-        assert bounds[0] == 0 and bounds[-1] == len(tensor) and bounds.diff().max() == longest
+        assert (
+            bounds[0] == 0 and bounds[-1] == len(tensor) and bounds.diff().max() == longest
+        )
     assert len(query_bounds) == len(key_bounds) and len(k) == len(v)
     assert q.dtype == k.dtype == v.dtype
     assert q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]

@@ -34,7 +34,9 @@ def reference_attention(
     if attention_mask is not None:
         scores = scores + attention_mask
     if s_aux is not None:
-        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat(
+            [scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1
+        )
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 

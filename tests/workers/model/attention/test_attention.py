@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
 from tests.workers.model.attention.reference_attention import reference_attention
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
+from tests.workers.model.tiny import (
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+    unpacked_log_probs,
+)
 from workers.batch.dataproto import DataProto
 from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
@@ -53,25 +58,37 @@ def row():
 @pytest.fixture(scope="module")
 def expected(model):
     with torch.no_grad():
-        return torch.cat([log_probs for log_probs, _ in unpacked_log_probs(model, random_sequences())])
+        return torch.cat(
+            [log_probs for log_probs, _ in unpacked_log_probs(model, random_sequences())]
+        )
 
 
 def next_token_log_probs(model, row, **arguments) -> torch.Tensor:
     """Through the whole row; the first token of every sequence, which nothing predicts, holds 0."""
     with torch.no_grad():
-        logits = model(input_ids=row.input_ids, position_ids=row.position_ids, **arguments).logits[0]
-    log_probs = logits.log_softmax(-1)[:-1].gather(-1, row.input_ids[0, 1:, None]).squeeze(-1)
+        logits = model(
+            input_ids=row.input_ids, position_ids=row.position_ids, **arguments
+        ).logits[0]
+    log_probs = (
+        logits.log_softmax(-1)[:-1].gather(-1, row.input_ids[0, 1:, None]).squeeze(-1)
+    )
     log_probs = torch.cat([log_probs.new_zeros(1), log_probs])
     log_probs[row.position_ids[0] == 0] = 0
     return log_probs
 
 
-@pytest.mark.parametrize("trap", ["use_cache", "attention_mask", "use_cache, attention_mask"])
-def test_packing_is_exact_even_where_transformers_would_not_notice_it(model, row, expected, trap):
+@pytest.mark.parametrize(
+    "trap", ["use_cache", "attention_mask", "use_cache, attention_mask"]
+)
+def test_packing_is_exact_even_where_transformers_would_not_notice_it(
+    model, row, expected, trap
+):
     arguments = {"use_cache": True, "attention_mask": torch.ones_like(row.input_ids)}
     arguments = {name: value for name, value in arguments.items() if name in trap}
     model.set_attn_implementation("sdpa")
-    assert relative_error(next_token_log_probs(model, row, **arguments), expected) > 0.05, "no trap any more"
+    assert relative_error(next_token_log_probs(model, row, **arguments), expected) > 0.05, (
+        "no trap any more"
+    )
     model.set_attn_implementation(ATTENTION_NAME)
     arguments["packed_attention"] = packed_attention("sdpa", row, CPU)
     assert relative_error(next_token_log_probs(model, row, **arguments), expected) < 1e-9
@@ -89,7 +106,12 @@ def test_packing_is_exact_even_where_transformers_would_not_notice_it(model, row
 )
 def test_what_would_change_the_result_is_refused_by_name(arguments, feature):
     tensors = {name: torch.zeros(1, 2, 4, 8) for name in ("query", "key", "value")}
-    call = {**tensors, "attention_mask": None, "packed_attention": lambda *_: None, **arguments}
+    call = {
+        **tensors,
+        "attention_mask": None,
+        "packed_attention": lambda *_: None,
+        **arguments,
+    }
     with refused(feature, UnsupportedModelError):
         ballast_packed(torch.nn.Linear(1, 1), **call)
 
@@ -100,7 +122,11 @@ def test_a_cache_that_holds_tokens_is_refused(model, row):
     with torch.no_grad():
         first = model(input_ids=row.input_ids, use_cache=True, packed_attention=attention)
         with refused("past_key_values", UnsupportedModelError):
-            model(input_ids=row.input_ids, past_key_values=first.past_key_values, packed_attention=attention)
+            model(
+                input_ids=row.input_ids,
+                past_key_values=first.past_key_values,
+                packed_attention=attention,
+            )
 
 
 HALF = torch.bfloat16
@@ -114,15 +140,30 @@ HOPPER, AMPERE, BLACKWELL, CONSUMER_BLACKWELL = 9, 8, 10, 12
         (AMPERE, {"flash_attn_interface"}, set(), "varlen"),
         (HOPPER, set(), set(), "varlen"),
         (HOPPER, {"flash_attn_interface", "flash_attn"}, set(), "flash3"),
-        (HOPPER, {"flash_attn_interface", "flash_attn"}, {"sliding_window", "sinks"}, "flash3"),
+        (
+            HOPPER,
+            {"flash_attn_interface", "flash_attn"},
+            {"sliding_window", "sinks"},
+            "flash3",
+        ),
         (HOPPER, {"flash_attn_interface", "flash_attn"}, {"softcap"}, "flash"),
         (HOPPER, {"flash_attn_interface"}, {"softcap"}, "sdpa"),
         (AMPERE, {"flash_attn"}, {"sliding_window", "softcap"}, "flash"),
         (AMPERE, set(), {"sliding_window", "sinks"}, "varlen"),
         (AMPERE, {"flash_attn"}, {"softcap", "sinks"}, "sdpa"),
         (HOPPER, {"flash_attn.cute"}, set(), "flash4"),
-        (BLACKWELL, {"flash_attn.cute", "flash_attn_interface"}, {"sliding_window", "sinks"}, "flash4"),
-        (HOPPER, {"flash_attn.cute", "flash_attn_interface", "flash_attn"}, set(), "flash4"),
+        (
+            BLACKWELL,
+            {"flash_attn.cute", "flash_attn_interface"},
+            {"sliding_window", "sinks"},
+            "flash4",
+        ),
+        (
+            HOPPER,
+            {"flash_attn.cute", "flash_attn_interface", "flash_attn"},
+            set(),
+            "flash4",
+        ),
         (HOPPER, {"flash_attn.cute", "flash_attn"}, {"softcap"}, "flash"),
         (AMPERE, {"flash_attn.cute"}, set(), "varlen"),
         (CONSUMER_BLACKWELL, {"flash_attn.cute"}, set(), "varlen"),
@@ -131,7 +172,10 @@ HOPPER, AMPERE, BLACKWELL, CONSUMER_BLACKWELL = 9, 8, 10, 12
 def test_backend_follows_card_packages_and_model(generation, packages, features, chosen):
     installed = Installed(generation, frozenset(packages))
     assert choose_backend("auto", CUDA, HALF, frozenset(features), installed) == chosen
-    assert choose_backend("auto", CUDA, torch.float32, frozenset(features), installed) == "sdpa"
+    assert (
+        choose_backend("auto", CUDA, torch.float32, frozenset(features), installed)
+        == "sdpa"
+    )
     assert choose_backend("auto", CPU, HALF, frozenset(features), installed) == "sdpa"
 
 
@@ -141,7 +185,9 @@ def test_the_machine_is_looked_at_when_nothing_is_said_of_it():
     assert ("flash_attn" in Installed.here(CPU).packages) == is_installed("flash_attn")
 
 
-def test_the_folder_that_one_package_shares_with_another_is_not_that_other_one(tmp_path, monkeypatch):
+def test_the_folder_that_one_package_shares_with_another_is_not_that_other_one(
+    tmp_path, monkeypatch
+):
     """flash-attn-4 installs `flash_attn/cute` and no `flash_attn/__init__.py`."""
     monkeypatch.syspath_prepend(str(tmp_path))
     names = ("shared_folder", "shared_folder.cute")
@@ -165,10 +211,14 @@ def test_the_folder_that_one_package_shares_with_another_is_not_that_other_one(t
         (BLACKWELL, {80, 96}, "flash4"),
     ],
 )
-def test_heads_of_a_size_that_a_kernel_does_not_take_fall_to_the_next_kernel(generation, sizes, chosen):
+def test_heads_of_a_size_that_a_kernel_does_not_take_fall_to_the_next_kernel(
+    generation, sizes, chosen
+):
     installed = Installed(generation, frozenset({"flash_attn.cute"}))
     sizes = frozenset(sizes)
-    assert choose_backend("auto", CUDA, HALF, installed=installed, head_sizes=sizes) == chosen
+    assert (
+        choose_backend("auto", CUDA, HALF, installed=installed, head_sizes=sizes) == chosen
+    )
     implementation = flash_implementation("auto", CUDA, HALF, installed, sizes)
     assert implementation == ("FA4" if chosen == "flash4" else None)
     if chosen != "flash4":
@@ -193,24 +243,47 @@ def test_heads_of_a_size_that_a_kernel_does_not_take_fall_to_the_next_kernel(gen
         ("flash3", CUDA, HALF, (HOPPER, ()), "flash-attn-interface"),
         ("flash4", CPU, HALF, (HOPPER, ("flash_attn.cute",)), "CUDA"),
         ("flash4", CUDA, torch.float32, (HOPPER, ("flash_attn.cute",)), "half precision"),
-        ("flash4", CUDA, HALF, (AMPERE, ("flash_attn.cute",)), "capability 9 or 10, and this one has 8"),
+        (
+            "flash4",
+            CUDA,
+            HALF,
+            (AMPERE, ("flash_attn.cute",)),
+            "capability 9 or 10, and this one has 8",
+        ),
         ("flash4", CUDA, HALF, (HOPPER, ("flash_attn",)), "the package flash-attn-4"),
     ],
 )
-def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, dtype, installed, named):
+def test_a_backend_that_cannot_run_here_is_refused_not_swapped(
+    setting, device, dtype, installed, named
+):
     generation, packages = installed
     with refused(named):
-        choose_backend(setting, device, dtype, installed=Installed(generation, frozenset(packages)))
+        choose_backend(
+            setting, device, dtype, installed=Installed(generation, frozenset(packages))
+        )
 
 
 @pytest.mark.parametrize(
     ("backend", "feature"),
-    [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap"), ("flash4", "softcap")],
+    [
+        ("varlen", "softcap"),
+        ("flash", "sinks"),
+        ("flash3", "softcap"),
+        ("flash4", "softcap"),
+    ],
 )
-def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backend, feature):
-    installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface", "flash_attn.cute"}))
-    with pytest.raises(UnsupportedModelError, match=rf"{feature}.*model\.attention={backend}"):
-        choose_backend(backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed)
+def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(
+    backend, feature
+):
+    installed = Installed(
+        HOPPER, frozenset({"flash_attn", "flash_attn_interface", "flash_attn.cute"})
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{feature}.*model\.attention={backend}"
+    ):
+        choose_backend(
+            backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed
+        )
 
 
 def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatch):
@@ -224,12 +297,17 @@ def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatc
     config = ModelConfig(path=save_tiny_model(tmp_path, "qwen2"))
     model = load_model(config, torch.float32)
     group = DataProto.from_list(
-        [{"input_ids": [*range(20), 21 + i], "loss_mask": [False] * 20 + [True]} for i in range(2)]
+        [
+            {"input_ids": [*range(20), 21 + i], "loss_mask": [False] * 20 + [True]}
+            for i in range(2)
+        ]
     )
     monkeypatch.setattr(flash4, "load_package", lambda: None)
     chosen = (None, "FA3", "FA4", "FA3", "FA4", None)
     for implementation, batch in itertools.product(chosen, (group, group.slice(0, 1))):
-        monkeypatch.setattr(layout, "flash_implementation", lambda *_, found=implementation, **__: found)
+        monkeypatch.setattr(
+            layout, "flash_implementation", lambda *_, found=implementation, **__: found
+        )
         row = RowLayout(config, None, model, CPU, torch.float32).lay_out(batch)
         assert isinstance(row, SharedRow) == (len(batch) == 2)
         assert uses_flash4() == (implementation == "FA4")
@@ -253,31 +331,56 @@ def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatc
         ("varlen", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, None),
     ],
 )
-def test_flash_implementation_follows_card_and_package(setting, device, dtype, generation, packages, chosen):
-    assert flash_implementation(setting, device, dtype, Installed(generation, frozenset(packages))) == chosen
+def test_flash_implementation_follows_card_and_package(
+    setting, device, dtype, generation, packages, chosen
+):
+    assert (
+        flash_implementation(
+            setting, device, dtype, Installed(generation, frozenset(packages))
+        )
+        == chosen
+    )
 
 
-@pytest.mark.parametrize("features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}])
+@pytest.mark.parametrize(
+    "features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}]
+)
 @pytest.mark.parametrize("window", [1, 3, 7, 100])
 def test_a_window_computed_block_by_block_equals_one_mask(window, features):
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 7, 20, 3)
     query = torch.randn(1, 4, sum(lengths), 8, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(2, 1, 2, sum(lengths), 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(
+        2, 1, 2, sum(lengths), 8, generator=generator, dtype=torch.float64
+    )
     if "sinks" in features:
-        features = features | {"sinks": torch.randn(4, generator=generator, dtype=torch.float64)}
+        features = features | {
+            "sinks": torch.randn(4, generator=generator, dtype=torch.float64)
+        }
     row = pack(
         DataProto.from_list(
-            [{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]
+            [
+                {"input_ids": [1] * length, "loss_mask": [False] * length}
+                for length in lengths
+            ]
         )
     )
-    actual = packed_attention("sdpa", row, CPU)(query, key, value, 0.5, window=window, **features)
+    actual = packed_attention("sdpa", row, CPU)(
+        query, key, value, 0.5, window=window, **features
+    )
     owner = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     place = torch.arange(sum(lengths))
     distance = place[:, None] - place
     visible = (owner[:, None] == owner) & (distance >= 0) & (distance < window)
     mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
     expected, _ = reference_attention(
-        torch.nn.Identity(), query, key, value, mask, 0.5, features.get("softcap"), features.get("sinks")
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        mask,
+        0.5,
+        features.get("softcap"),
+        features.get("sinks"),
     )
     assert relative_error(actual, expected) < 1e-12

@@ -7,13 +7,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import relative_error
-from workers.model.attention.block_attention import FEWEST_QUERIES, block_attention, query_blocks
+from workers.model.attention.block_attention import (
+    FEWEST_QUERIES,
+    block_attention,
+    query_blocks,
+)
 from workers.model.attention.flash_kernels import Segments, sink_attention
 
 HEADS, PAIRS, DIM, SCALE = 4, 2, 8, 0.5
 
 
-def inputs(length: int, sinks: bool, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def inputs(
+    length: int, sinks: bool, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {
         "query": (1, HEADS, length, DIM),
@@ -23,39 +29,59 @@ def inputs(length: int, sinks: bool, dtype: torch.dtype = torch.float64) -> dict
     if sinks:
         shapes["sinks"] = (HEADS,)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
         for name, shape in shapes.items()
     }
 
 
-def all_at_once(tensors: dict[str, torch.Tensor], window: int | None, softcap: float | None) -> torch.Tensor:
+def all_at_once(
+    tensors: dict[str, torch.Tensor], window: int | None, softcap: float | None
+) -> torch.Tensor:
     place = torch.arange(tensors["query"].shape[2])
     distance = place[:, None] - place
     visible = (distance >= 0) & (distance < (window or len(place)))
-    mask = torch.zeros(visible.shape, dtype=tensors["query"].dtype).masked_fill(~visible, -torch.inf)
+    mask = torch.zeros(visible.shape, dtype=tensors["query"].dtype).masked_fill(
+        ~visible, -torch.inf
+    )
     ordered = (tensors[name] for name in ("query", "key", "value"))
-    output, _ = reference_attention(torch.nn.Identity(), *ordered, mask, SCALE, softcap, tensors.get("sinks"))
+    output, _ = reference_attention(
+        torch.nn.Identity(), *ordered, mask, SCALE, softcap, tensors.get("sinks")
+    )
     return output.transpose(1, 2)
 
 
-def gradients(output: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = torch.autograd.grad((output * weights.to(output.dtype)).sum(), list(tensors.values()))
+def gradients(
+    output: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    weights = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    found = torch.autograd.grad(
+        (output * weights.to(output.dtype)).sum(), list(tensors.values())
+    )
     return dict(zip(tensors, found, strict=True))
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(1.5, False), (None, True), (1.5, True)])
 @pytest.mark.parametrize("window", [None, 1, 7, 40, 500])
 @pytest.mark.parametrize("length", [1, 33, 100])
-def test_output_and_gradients_are_those_of_all_scores_at_once(length, window, softcap, sinks):
+def test_output_and_gradients_are_those_of_all_scores_at_once(
+    length, window, softcap, sinks
+):
     """Blocks of 1, 7 and 32 queries, the last of them shorter; two query heads on each key-value head."""
     tensors = inputs(length, sinks)
-    actual = block_attention(**tensors, scale=SCALE, window=window, softcap=softcap, most_scores=1)
+    actual = block_attention(
+        **tensors, scale=SCALE, window=window, softcap=softcap, most_scores=1
+    )
     expected = all_at_once(tensors, window, softcap)
     assert relative_error(actual, expected) < 1e-9
     expected_gradients = gradients(expected, tensors)
     for name, gradient in gradients(actual, tensors).items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-9, atol=1e-12, msg=name
+        )
 
 
 def test_a_frozen_sink_gets_no_gradient_and_the_others_keep_theirs():
@@ -63,22 +89,28 @@ def test_a_frozen_sink_gets_no_gradient_and_the_others_keep_theirs():
     expected = gradients(all_at_once(tensors, None, None), tensors)
     frozen = tensors | {"sinks": tensors["sinks"].detach()}
     learned = {name: tensors[name] for name in ("query", "key", "value")}
-    for name, gradient in gradients(block_attention(**frozen, scale=SCALE), learned).items():
+    for name, gradient in gradients(
+        block_attention(**frozen, scale=SCALE), learned
+    ).items():
         assert relative_error(gradient, expected[name]) < 1e-9
 
 
 def test_in_bfloat16_it_is_as_near_to_float64_as_all_scores_at_once():
     exact = inputs(100, sinks=True)
-    narrow = {name: tensor.detach().bfloat16().requires_grad_() for name, tensor in exact.items()}
+    narrow = {
+        name: tensor.detach().bfloat16().requires_grad_() for name, tensor in exact.items()
+    }
     expected = gradients(all_at_once(exact, None, 1.5), exact)
     noise = gradients(all_at_once(narrow, None, 1.5), narrow)
     actual = gradients(block_attention(**narrow, scale=SCALE, softcap=1.5), narrow)
     for name, gradient in actual.items():
         assert gradient.dtype == torch.bfloat16
-        rounding = 2**-7 * expected[name].norm()  # one bit of bfloat16, which four sinks do not average out
-        assert (gradient - expected[name]).norm() < 1.5 * (noise[name] - expected[name]).norm() + rounding, (
-            name
-        )
+        rounding = (
+            2**-7 * expected[name].norm()
+        )  # one bit of bfloat16, which four sinks do not average out
+        assert (gradient - expected[name]).norm() < 1.5 * (
+            noise[name] - expected[name]
+        ).norm() + rounding, name
 
 
 class LargestTensor(TorchDispatchMode):
@@ -90,7 +122,10 @@ class LargestTensor(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.elements = max(
+                    self.elements,
+                    tensor.untyped_storage().nbytes() // tensor.element_size(),
+                )
         return result
 
 
@@ -107,7 +142,9 @@ def test_no_tensor_is_larger_than_the_scores_of_a_block_forward_or_backward(wind
 
     with LargestTensor() as largest:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = block_attention(**tensors, scale=SCALE, window=window, softcap=1.5, most_scores=1)
+            output = block_attention(
+                **tensors, scale=SCALE, window=window, softcap=1.5, most_scores=1
+            )
         gradients(output.double(), tensors)
     whole_rows = HEADS * 1024 * DIM
     assert largest.elements <= max(HEADS * FEWEST_QUERIES * keys, whole_rows)
@@ -127,7 +164,12 @@ def test_keys_outside_the_window_are_not_touched():
 def test_a_short_segment_is_one_block_and_a_long_one_many_of_bounded_size():
     assert len(query_blocks(500, 500, heads=16)) == 1
     blocks = query_blocks(16_384, 16_384, heads=64)
-    assert max((block.stop - block.start) * (block.stop - block.first) * 64 for block in blocks) <= 2**26
+    assert (
+        max(
+            (block.stop - block.start) * (block.stop - block.first) * 64 for block in blocks
+        )
+        <= 2**26
+    )
     assert [block.start for block in blocks[1:]] == [block.stop for block in blocks[:-1]]
     assert len(query_blocks(131_072, 131_072, heads=64)) == 131_072 // FEWEST_QUERIES
 
@@ -144,7 +186,10 @@ def test_flash_kernels_with_sinks_give_the_same_segment_by_segment(window):
     expected = torch.cat(
         [
             block_attention(
-                **{name: part[index] for name, part in parts.items()}, scale=SCALE, window=window, sinks=sinks
+                **{name: part[index] for name, part in parts.items()},
+                scale=SCALE,
+                window=window,
+                sinks=sinks,
             )
             for index in range(len(lengths))
         ],
@@ -152,8 +197,12 @@ def test_flash_kernels_with_sinks_give_the_same_segment_by_segment(window):
     )
     tokens_first = (tensors[name][0].transpose(0, 1) for name in ("query", "key", "value"))
     segments = Segments.of(lengths, torch.device("cpu"))
-    actual = sink_attention(*tokens_first, sinks, segments, SCALE, window).transpose(0, 1)[None]
+    actual = sink_attention(*tokens_first, sinks, segments, SCALE, window).transpose(0, 1)[
+        None
+    ]
     assert relative_error(actual, expected) < 1e-9
     expected_gradients = gradients(expected, tensors)
     for name, gradient in gradients(actual, tensors).items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-9, atol=1e-12, msg=name
+        )

@@ -27,7 +27,10 @@ def packed(lengths: list[int], multiple: int) -> PackedRow:
     return pack(
         DataProto.from_list(
             [
-                {"input_ids": 100 * index + torch.arange(length), "loss_mask": torch.arange(length) > 0}
+                {
+                    "input_ids": 100 * index + torch.arange(length),
+                    "loss_mask": torch.arange(length) > 0,
+                }
                 for index, length in enumerate(lengths)
             ]
         ),
@@ -39,7 +42,9 @@ def tensors(row: PackedRow) -> list[Tensor]:
     """query, key and value of the whole row; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, row.input_ids.shape[1], 8) for heads in (4, 2, 2)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    ]
 
 
 PACKED, ALONE = [9, 1, 30, 16, 4], [37]
@@ -48,9 +53,13 @@ PACKED, ALONE = [9, 1, 30, 16, 4], [37]
 def run_with_features(lengths: list[int]) -> tuple[Tensor, Tensor]:
     group = dist.group.WORLD
     row = packed(lengths, 2 * group.size())
-    positions = torch.from_numpy(zigzag_positions(row.padded_lengths, group.size(), group.rank()))
+    positions = torch.from_numpy(
+        zigzag_positions(row.padded_lengths, group.size(), group.rank())
+    )
     inputs = [tensor[:, :, positions] for tensor in tensors(row)]
-    return positions, Ulysses(packed_attention("sdpa", row, CPU), row, group, CPU)(*inputs, SCALE, **FEATURES)
+    return positions, Ulysses(packed_attention("sdpa", row, CPU), row, group, CPU)(
+        *inputs, SCALE, **FEATURES
+    )
 
 
 FEATURES = {"window": 4, "softcap": 1.5, "sinks": torch.arange(4.0, dtype=torch.float64)}
@@ -69,11 +78,16 @@ def test_c4_ulysses_hands_windows_soft_capping_and_sinks_on(ranks: RankPool):
 def order_of_events() -> list[str]:
     group = dist.group.WORLD
     row = packed(ALONE, 2 * group.size())
-    positions = torch.from_numpy(zigzag_positions(row.padded_lengths, group.size(), group.rank()))
+    positions = torch.from_numpy(
+        zigzag_positions(row.padded_lengths, group.size(), group.rank())
+    )
     inputs = [tensor[:, :, positions] for tensor in tensors(row)]
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         RingAttention(row, group, CPU)(*inputs, SCALE)
-    kinds = {"c10d::send": "send", "aten::_scaled_dot_product_flash_attention_for_cpu": "attend"}
+    kinds = {
+        "c10d::send": "send",
+        "aten::_scaled_dot_product_flash_attention_for_cpu": "attend",
+    }
     begun = sorted(recorded.events(), key=lambda event: event.time_range.start)
     return [kinds[event.name] for event in begun if event.name in kinds]
 

@@ -41,7 +41,9 @@ def mask_of(lengths: tuple[int, ...], window: int | None) -> torch.Tensor:
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(sum(lengths))
     distance = place[:, None] - place
-    visible = (owner[:, None] == owner) & (distance >= 0) & (distance < (window or len(place)))
+    visible = (
+        (owner[:, None] == owner) & (distance >= 0) & (distance < (window or len(place)))
+    )
     return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
 
 
@@ -53,14 +55,19 @@ def test_a_packed_row_and_its_gradients_equal_all_scores_at_once(calls, window, 
     sinks = drawn(4) if has_sinks else None
     row = pack(
         DataProto.from_list(
-            [{"input_ids": [1] * length, "loss_mask": [False] * length} for length in LENGTHS]
+            [
+                {"input_ids": [1] * length, "loss_mask": [False] * length}
+                for length in LENGTHS
+            ]
         )
     )
     features = {"window": window} if window else {}
     features |= {"sinks": sinks} if has_sinks else {}
     actual = packed_attention("flash4", row, CPU)(*inputs, SCALE, **features)
     mask = mask_of(LENGTHS, window)
-    expected, _ = reference_attention(torch.nn.Identity(), *inputs, mask, SCALE, None, sinks)
+    expected, _ = reference_attention(
+        torch.nn.Identity(), *inputs, mask, SCALE, None, sinks
+    )
     assert relative_error(actual, expected) < 1e-12
     weights = drawn(*expected.shape).detach()
     wanted = inputs + [sinks] * has_sinks
@@ -78,7 +85,11 @@ def test_parts_of_a_ring_give_the_whole_attention_and_its_gradients(calls):
     causal = Block(own, own, causal=True)
     earlier = Block(own, own, causal=False)
     tokens = sum(lengths)
-    query, first, second = drawn(tokens, 4, 8), drawn(2, tokens, 2, 8), drawn(2, tokens, 2, 8)
+    query, first, second = (
+        drawn(tokens, 4, 8),
+        drawn(2, tokens, 2, 8),
+        drawn(2, tokens, 2, 8),
+    )
     output = torch.zeros(tokens, 4, 8, dtype=torch.float64)
     lse = torch.full((4, tokens), -torch.inf, dtype=torch.float64)
     with torch.no_grad():
@@ -135,14 +146,18 @@ def test_selective_recomputation_keeps_its_output():
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_the_backward_pass_is_deterministic_where_torch_shall_be(monkeypatch, is_deterministic):
+def test_the_backward_pass_is_deterministic_where_torch_shall_be(
+    monkeypatch, is_deterministic
+):
     seen = []
 
     def backward(**arguments):
         seen.append(arguments["deterministic"])
         return flash4_twin.varlen_backward(**arguments)
 
-    package = SimpleNamespace(flash_attn_varlen_func=flash4_twin.varlen_forward, _flash_attn_bwd=backward)
+    package = SimpleNamespace(
+        flash_attn_varlen_func=flash4_twin.varlen_forward, _flash_attn_bwd=backward
+    )
     monkeypatch.setattr(flash4, "load_package", lambda: package)
     segments = Segments.of([4], CPU)
     torch.use_deterministic_algorithms(is_deterministic)
@@ -196,6 +211,8 @@ def test_the_installed_package_compiles_both_passes_for_a_card(architecture):
         "FLASH_ATTENTION_NUM_SMS": "132",
     }
     command = [sys.executable, "-m", compile_flash4.__name__]
-    result = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    result = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("compiled") == len(compile_flash4.KINDS)

@@ -48,10 +48,14 @@ class Layer(nn.Module):
 
 def layer_of(family: str) -> Layer:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family), dtype=torch.float64
+    ).eval()
     fill_zeros(model)
     compute_states_in_float64(model)
-    (mixer, *_) = (mixer for layer in model.base_model.layers for mixer in find_mixers(layer))
+    (mixer, *_) = (
+        mixer for layer in model.base_model.layers for mixer in find_mixers(layer)
+    )
     return Layer(mixer)
 
 
@@ -72,7 +76,9 @@ def outcome(layer: Layer, hidden: Tensor, weights: Tensor, *, packed: bool) -> l
 def test_a_row_is_computed_as_its_sequences_alone(family: str) -> None:
     layer = layer_of(family)
     assert follows_rows(layer.mixer) == FAMILIES[family]
-    size = next(child for child in layer.mixer.modules() if isinstance(child, nn.Linear)).in_features
+    size = next(
+        child for child in layer.mixer.modules() if isinstance(child, nn.Linear)
+    ).in_features
     hidden = torch.randn(1, sum(LENGTHS), size, dtype=torch.float64)
     weights = torch.randn_like(hidden)
     expected = outcome(layer, hidden, weights, packed=False)
@@ -97,21 +103,33 @@ def branching_ids(*draws: tuple[int, int, int]) -> list[Tensor]:
 
 
 TREES = {
-    "a prompt": branching_ids((-1, 0, 70), *[(0, 65, length) for length in (66, 130, 200, 68)]),
-    "levels": branching_ids((-1, 0, 100), (0, 80, 90), (1, 82, 160), (2, 150, 151), (0, 80, 83), (-1, 0, 5)),
-    "shorter than a convolution": branching_ids((-1, 0, 1), (0, 1, 3), (1, 2, 4), (2, 3, 9), (-1, 0, 2)),
+    "a prompt": branching_ids(
+        (-1, 0, 70), *[(0, 65, length) for length in (66, 130, 200, 68)]
+    ),
+    "levels": branching_ids(
+        (-1, 0, 100), (0, 80, 90), (1, 82, 160), (2, 150, 151), (0, 80, 83), (-1, 0, 5)
+    ),
+    "shorter than a convolution": branching_ids(
+        (-1, 0, 1), (0, 1, 3), (1, 2, 4), (2, 3, 9), (-1, 0, 2)
+    ),
 }
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("family", [family for family, follows in FAMILIES.items() if follows])
+@pytest.mark.parametrize(
+    "family", [family for family, follows in FAMILIES.items() if follows]
+)
 def test_shared_tokens_hand_on_their_state_and_its_gradient(family: str, tree: str) -> None:
-    rows = [{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in TREES[tree]]
+    rows = [
+        {"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in TREES[tree]
+    ]
     sequences = DataProto.from_list(rows)
     row = pack_shared(sequences, multiple=7)
     assert row.shares
     layer = layer_of(family)
-    size = next(child for child in layer.mixer.modules() if isinstance(child, nn.Linear)).in_features
+    size = next(
+        child for child in layer.mixer.modules() if isinstance(child, nn.Linear)
+    ).in_features
     hidden = torch.randn(1, row.padded_lengths[0], size, dtype=torch.float64)
     cells = row.cells.split(sequences.lengths.tolist())
     weights = [torch.randn(1, len(part), size, dtype=torch.float64) for part in cells]
@@ -120,7 +138,9 @@ def test_shared_tokens_hand_on_their_state_and_its_gradient(family: str, tree: s
         total = torch.stack(
             [(part * weight).sum() for part, weight in zip(outputs, weights, strict=True)]
         ).sum()
-        gradients = torch.autograd.grad(total, [hidden, *layer.parameters()], allow_unused=True)
+        gradients = torch.autograd.grad(
+            total, [hidden, *layer.parameters()], allow_unused=True
+        )
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
     hidden.requires_grad_()
@@ -137,14 +157,24 @@ def test_shared_tokens_hand_on_their_state_and_its_gradient(family: str, tree: s
 def test_ranks_share_states_by_heads_and_channels_that_they_divide(family: str) -> None:
     mixer = layer_of(family).mixer
     problems = [sharing_problem([mixer], ranks) for ranks in (1, 2, 7)]
-    assert [bool(problem) for problem in problems] == [not FAMILIES[family], not FAMILIES[family], True]
+    assert [bool(problem) for problem in problems] == [
+        not FAMILIES[family],
+        not FAMILIES[family],
+        True,
+    ]
     assert bool(unshared_states(tiny_config(family).to_dict(), 1)) == bool(problems[0])
     assert all(type(mixer).__name__ in problem for problem in problems if problem)
 
 
-def test_a_compiled_layer_leaves_its_mixer_out_and_is_not_traced_again_for_other_lengths() -> None:
+def test_a_compiled_layer_leaves_its_mixer_out_and_is_not_traced_again_for_other_lengths() -> (
+    None
+):
     torch._dynamo.reset()
-    (layer, *_) = AutoModelForCausalLM.from_config(tiny.tiny_config("qwen3_5")).eval().base_model.layers
+    (layer, *_) = (
+        AutoModelForCausalLM.from_config(tiny.tiny_config("qwen3_5"))
+        .eval()
+        .base_model.layers
+    )
     split_by_segment([layer])
     counter = CompileCounterWithBackend("eager")
     layer.forward = torch.compile(layer.forward, dynamic=True, backend=counter)
@@ -162,7 +192,9 @@ def test_a_batch_has_more_tokens_than_padding_and_all_batches_few_steps(seed: in
     draw = random.Random(seed)
     lengths = [int(2 ** draw.uniform(0, 14)) for _ in range(draw.randint(1, 80))]
     batches = like_segments(lengths, range(len(lengths)))
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert sorted(index for batch in batches for index in batch) == list(
+        range(len(lengths))
+    )
     chunks = [[-(-lengths[index] // CHUNK) for index in batch] for batch in batches]
     assert all(2 * min(batch) > max(batch) for batch in chunks)
     assert sum(max(batch) for batch in chunks) < 2 * max(map(max, chunks))

@@ -38,7 +38,9 @@ from workers.model.checkpoint.checkpoint_folder import (
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1)
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1
+)
 COUNT = 12
 
 
@@ -106,7 +108,9 @@ def test_training_goes_on_while_a_save_is_written_and_the_checkpoint_is_of_the_m
     assert_same(weights(resumed), expected)
 
 
-def test_a_checkpoint_before_the_first_step_changes_nothing_in_what_follows(model, tmp_path):
+def test_a_checkpoint_before_the_first_step_changes_nothing_in_what_follows(
+    model, tmp_path
+):
     plain, saving, resumed = build(model), build(model), build(model)
     saved_at(saving, tmp_path, 0)
     resumed.load_checkpoint(tmp_path / "step-0")
@@ -126,7 +130,9 @@ def save_on_ranks(model: str, path: Path, offload: bool) -> list[float]:
     return draws
 
 
-def load_on_ranks(model: str, path: Path, offload: bool) -> tuple[dict[str, torch.Tensor], dict, list[float]]:
+def load_on_ranks(
+    model: str, path: Path, offload: bool
+) -> tuple[dict[str, torch.Tensor], dict, list[float]]:
     engine = build(model, offload)
     extra = engine.load_checkpoint(path)
     draws = torch.rand(3).tolist()
@@ -135,14 +141,19 @@ def load_on_ranks(model: str, path: Path, offload: bool) -> tuple[dict[str, torc
 
 
 @pytest.mark.parametrize(
-    ("writers", "readers", "offload"), [(2, 4, "saved"), (4, 1, ""), (2, 2, "saved and loaded")]
+    ("writers", "readers", "offload"),
+    [(2, 4, "saved"), (4, 1, ""), (2, 2, "saved and loaded")],
 )
 def test_a_checkpoint_is_read_by_another_number_of_ranks(
     model, tmp_path, ranks: RankPool, writers, readers, offload
 ):
     """offload: when optimiser state is in host memory. The weights are as without."""
-    draws = ranks.run(save_on_ranks, writers, model, tmp_path / "step-2", "saved" in offload)
-    results = ranks.run(load_on_ranks, readers, model, tmp_path / "step-2", "loaded" in offload)
+    draws = ranks.run(
+        save_on_ranks, writers, model, tmp_path / "step-2", "saved" in offload
+    )
+    results = ranks.run(
+        load_on_ranks, readers, model, tmp_path / "step-2", "loaded" in offload
+    )
     engine = build(model)
     train(engine, range(4))
     assert_same(results[0][0], weights(engine), 1e-9)
@@ -179,7 +190,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_at_the_next_call_and_the_nex
 ):
     messages = ranks.run(fail_on_a_full_disk, 2, model, tmp_path / "step-1")
     for message in messages:
-        assert re.fullmatch(r".*step-1 could not be saved: rank 1: OSError: .*File too large.*", message)
+        assert re.fullmatch(
+            r".*step-1 could not be saved: rank 1: OSError: .*File too large.*", message
+        )
     assert read_manifest(tmp_path / "step-1").world_size == 2
     assert os.listdir(tmp_path) == ["step-1"]  # nothing is left of the failed one
 
@@ -190,7 +203,9 @@ def test_a_failed_save_is_also_told_to_the_next_save(model, tmp_path):
         engine.save_checkpoint(tmp_path / "step-1", step=1)
         with refused("step-1", CheckpointError):
             engine.save_checkpoint(tmp_path / "step-2", step=2)
-    assert os.listdir(tmp_path) == []  # the next save may come hours later, and the disk is full
+    assert (
+        os.listdir(tmp_path) == []
+    )  # the next save may come hours later, and the disk is full
 
 
 def test_a_complete_checkpoint_is_not_overwritten_and_a_torn_one_is(model, saved):
@@ -215,7 +230,8 @@ def test_a_torn_checkpoint_is_refused_by_name(model, saved):
     for content in (whole[:-1], bytes(flipped), None):
         shard.write_bytes(content) if content else shard.unlink()
         with refused(
-            f"step-2 is torn: {'the contents of ' * (content == flipped)}{shard.name}", CheckpointError
+            f"step-2 is torn: {'the contents of ' * (content == flipped)}{shard.name}",
+            CheckpointError,
         ):
             engine.load_checkpoint(saved)
     assert_same(weights(engine), before)
@@ -233,7 +249,9 @@ def test_a_foreign_folder_is_refused_by_name(model, tmp_path):
         assert latest(tmp_path) is None
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_names_the_first_difference(tmp_path, saved):
+def test_a_checkpoint_of_another_model_is_refused_and_names_the_first_difference(
+    tmp_path, saved
+):
     other = build(save_tiny_model(tmp_path / "other", intermediate_size=64))
     with refused("down_proj", CheckpointError):
         other.load_checkpoint(saved)
@@ -256,7 +274,9 @@ def test_nothing_in_a_checkpoint_is_ever_unpickled(model, saved, tmp_path):
     pickle.loads(attack)  # it works
     target.rmdir()
     engine = build(model)
-    assert not [path for path in saved.iterdir() if path.suffix not in (".json", ".safetensors")]
+    assert not [
+        path for path in saved.iterdir() if path.suffix not in (".json", ".safetensors")
+    ]
     shard, manifest = shard_of(saved), json.loads((saved / MANIFEST).read_text())
     for name in (".metadata", "__0_0.distcp", shard.name):
         (saved / name).write_bytes(attack)
@@ -290,7 +310,9 @@ def test_the_last_n_are_kept_and_a_torn_one_is_left_out_and_named(model, tmp_pat
     assert latest(tmp_path / "nowhere") is None
 
 
-@pytest.mark.parametrize("extra", [{"a": {1, 2}}, {"a": (1, 2)}, {1: "a"}, {"a": float("nan")}])
+@pytest.mark.parametrize(
+    "extra", [{"a": {1, 2}}, {"a": (1, 2)}, {1: "a"}, {"a": float("nan")}]
+)
 def test_what_json_does_not_carry_is_refused_at_once(model, tmp_path, extra):
     with pytest.raises(DataError):
         build(model).save_checkpoint(tmp_path / "step-1", step=1, extra=extra)
@@ -330,11 +352,15 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, 
     for _ in range(4):
         process = context.Process(target=save_until_killed, args=(model, tmp_path))
         process.start()
-        wait_for(lambda last=last: (tmp_path / f"acknowledged-{last + 1}").exists(), process)
+        wait_for(
+            lambda last=last: (tmp_path / f"acknowledged-{last + 1}").exists(), process
+        )
         time.sleep(moments.uniform(0.0, 0.15))
         process.kill()
         process.join()
-        acknowledged = max(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("acknowledged-*"))
+        acknowledged = max(
+            int(path.name.rpartition("-")[2]) for path in tmp_path.glob("acknowledged-*")
+        )
         path = latest(tmp_path)
         manifest = read_manifest(path)
         assert acknowledged <= manifest.step <= acknowledged + 1
@@ -343,7 +369,9 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, 
     build(model).load_checkpoint(latest(tmp_path))
 
 
-def wait_for(condition: Callable[[], bool], process: multiprocessing.process.BaseProcess) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: multiprocessing.process.BaseProcess
+) -> None:
     while not condition():
         assert process.is_alive(), f"the process that saves ended with {process.exitcode}"
         time.sleep(0.01)
@@ -356,7 +384,9 @@ def test_a_folder_and_a_pipe_are_no_manifest(make, tmp_path):
         read_manifest(tmp_path)
 
 
-def copy_and_continue_on_ranks(model: str, offload: bool) -> tuple[dict, dict, list, list, dict]:
+def copy_and_continue_on_ranks(
+    model: str, offload: bool
+) -> tuple[dict, dict, list, list, dict]:
     """Weights of an engine, and of one that loaded its copy from before it continued. Their draws."""
     engine = build(model, offload)
     train(engine, range(2))
@@ -372,7 +402,9 @@ def copy_and_continue_on_ranks(model: str, offload: bool) -> tuple[dict, dict, l
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_copy_in_memory_continues_bit_by_bit_on_every_rank(model, ranks: RankPool, offload):
+def test_a_copy_in_memory_continues_bit_by_bit_on_every_rank(
+    model, ranks: RankPool, offload
+):
     for rank in ranks.run(copy_and_continue_on_ranks, 2, model, offload):
         usual, restored, draws, restored_draws, extra = rank
         assert usual.keys() == restored.keys()

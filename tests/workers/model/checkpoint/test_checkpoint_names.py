@@ -20,10 +20,14 @@ from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, loadi
 def test_conversions_one_by_one_are_those_of_save_pretrained(family):
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     state = model.state_dict()
-    weights = CheckpointWeights(model, loading_rules(model), state, dict, torch.device("cpu"), None)
+    weights = CheckpointWeights(
+        model, loading_rules(model), state, dict, torch.device("cpu"), None
+    )
     converted = {}
     for conversion in weights.plan.values():
-        converted |= revert_weight_conversion(model, {name: state[name] for name in conversion})
+        converted |= revert_weight_conversion(
+            model, {name: state[name] for name in conversion}
+        )
     expected = revert_weight_conversion(model, dict(state))
     assert_same(converted, expected)
     foretold = weights.metadata(weights.plan.values())
@@ -44,11 +48,14 @@ def leave(path: str, keepers: list[int | None], parallel: dict[str, int]) -> lis
     engine = build_engine(path, **parallel)
     outcomes = []
     for keeper in keepers:
-        sent = {name: weight.clone() for name, weight in engine.named_weights(torch.bfloat16, keeper)}
+        sent = {
+            name: weight.clone()
+            for name, weight in engine.named_weights(torch.bfloat16, keeper)
+        }
         foretold = engine.weights_metadata(torch.bfloat16)
-        assert not sent or [(name, weight.shape, weight.dtype) for name, weight in sent.items()] == [
-            (name, weight.shape, weight.dtype) for name, weight in foretold.items()
-        ]
+        assert not sent or [
+            (name, weight.shape, weight.dtype) for name, weight in sent.items()
+        ] == [(name, weight.shape, weight.dtype) for name, weight in foretold.items()]
         outcomes.append(sent)
     return outcomes
 
@@ -70,7 +77,10 @@ def test_ranks_that_share_a_model_give_out_what_is_in_its_files(
     tmp_path, ranks: RankPool, family, count, parallel
 ):
     path = Path(save_tiny_model(tmp_path / "model", family))
-    expected = {name: weight.bfloat16() for name, weight in load_file(path / "model.safetensors").items()}
+    expected = {
+        name: weight.bfloat16()
+        for name, weight in load_file(path / "model.safetensors").items()
+    }
     expected["lm_head.weight"] = expected["model.embed_tokens.weight"]  # tied
     keepers = [None, 0, count - 1]
     for rank, outcomes in enumerate(ranks.run(leave, count, str(path), keepers, parallel)):

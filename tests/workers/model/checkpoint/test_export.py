@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
 
 from tests.refusals import refused
 from tests.workers.model.cpu_engine import assert_same, build_engine
@@ -36,7 +40,11 @@ def export(model: str, path: str, file_bytes: int, parallel: dict[str, int]) -> 
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+    return {
+        name: weight
+        for file in folder.glob("*.safetensors")
+        for name, weight in load_file(file).items()
+    }
 
 
 @pytest.mark.drawn(3)
@@ -46,12 +54,38 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ("qwen2", torch.bfloat16, True, (1, {}), 10**9),
         ("mixtral", torch.bfloat16, False, (2, {}), 10_000),
         ("gpt_oss", torch.float32, True, (2, {}), 20_000),
-        ("qwen3", torch.bfloat16, False, (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), 10_000),
-        ("llama", torch.bfloat16, False, (4, {"context_parallel": 2, "replicate": 2}), 4_000),
+        (
+            "qwen3",
+            torch.bfloat16,
+            False,
+            (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+            10_000,
+        ),
+        (
+            "llama",
+            torch.bfloat16,
+            False,
+            (4, {"context_parallel": 2, "replicate": 2}),
+            4_000,
+        ),
         ("olmoe", torch.bfloat16, False, (4, {"expert_parallel": 2}), 10_000),
-        ("qwen3_moe", torch.bfloat16, False, (4, {"expert_parallel": 2, "tensor_parallel": 2}), 10_000),
+        (
+            "qwen3_moe",
+            torch.bfloat16,
+            False,
+            (4, {"expert_parallel": 2, "tensor_parallel": 2}),
+            10_000,
+        ),
     ],
-    ids=["one file", "experts", "tied", "stages", "copies", "shared experts", "shared experts and layers"],
+    ids=[
+        "one file",
+        "experts",
+        "tied",
+        "stages",
+        "copies",
+        "shared experts",
+        "shared experts and layers",
+    ],
 )
 def test_what_is_written_is_what_was_read(
     tmp_path, ranks: RankPool, family, dtype, tied, ranks_and_parallel, file_bytes
@@ -70,11 +104,15 @@ def test_what_is_written_is_what_was_read(
         assert len(files) > count, "some ranks have nothing to write"
         index = json.loads((target / INDEX).read_text())
         assert set(index["weight_map"].values()) == set(files)
-        assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in found.values())
+        assert index["metadata"]["total_size"] == sum(
+            weight.nbytes for weight in found.values()
+        )
     assert len({file.stat().st_mode for file in target.iterdir()}) == 1, (
         "others can read weights as they can config.json"
     )
-    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, target))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (source, target)
+    )
     assert after.dtype == dtype
     assert type(after) is type(before)
     assert_same(after.state_dict(), before.state_dict())
@@ -104,7 +142,9 @@ def test_an_export_replaces_the_one_before(tmp_path):
     with torch.no_grad():
         next(iter(engine.module.parameters())).mul_(2)
     engine.save_pretrained(tmp_path / "target")
-    assert [file.name for file in (tmp_path / "target").glob("*.safetensors*")] == ["model.safetensors"]
+    assert [file.name for file in (tmp_path / "target").glob("*.safetensors*")] == [
+        "model.safetensors"
+    ]
     assert (tmp_path / "target" / "tokenizer.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
     (tmp_path / "file").write_text("in the way")
@@ -123,7 +163,9 @@ def export_with_a_full_disk(model: str, path: str) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_cannot_write_stops_all_and_the_export_before_stays(tmp_path, ranks: RankPool):
+def test_a_rank_that_cannot_write_stops_all_and_the_export_before_stays(
+    tmp_path, ranks: RankPool
+):
     model = save_as(tmp_path / "source", "llama", torch.float32)
     ranks.run(export, 1, model, str(tmp_path / "target"), 10**9, {})
     before = tensors_of(tmp_path / "target")
@@ -142,7 +184,9 @@ def source_with_files_beside(folder: Path, head: str) -> str:
     """
     save_as(folder, "qwen2", torch.float32)
     if head == "reward model":
-        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+        AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1
+        ).save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text()) | {"a_key_of_theirs": [1, 2]}
     (folder / "config.json").write_text(json.dumps(content, indent=4))
     generation = {
@@ -171,7 +215,12 @@ def save_beside(
     model: str, path: str, head: str, lora: int, parallel: dict[str, int], checkpoint: str
 ) -> None:
     """As a run does: train, save, and from a checkpoint in another process."""
-    engine = build(model, lora=LoraConfig(rank=lora), head="lm" if head == "lm" else "value", **parallel)
+    engine = build(
+        model,
+        lora=LoraConfig(rank=lora),
+        head="lm" if head == "lm" else "value",
+        **parallel,
+    )
     if Path(checkpoint).exists():
         engine.load_checkpoint(checkpoint)
     else:
@@ -193,28 +242,53 @@ def save_beside(
     ],
     ids=["1 rank", "tp", "pp", "adapters", "critic", "reward model"],
 )
-def test_files_beside_the_weights_are_the_sources(tmp_path, ranks: RankPool, head, lora, count, parallel):
+def test_files_beside_the_weights_are_the_sources(
+    tmp_path, ranks: RankPool, head, lora, count, parallel
+):
     source = Path(source_with_files_beside(tmp_path / "source", head))
     for name in ("target", "resumed"):
         folder = tmp_path / name
         ranks.run(
-            save_beside, count, str(source), str(folder), head, lora, parallel, str(tmp_path / "step-1")
+            save_beside,
+            count,
+            str(source),
+            str(folder),
+            head,
+            lora,
+            parallel,
+            str(tmp_path / "step-1"),
         )
         expected, found = files_beside(source), files_beside(folder)
         if head == "critic":
-            before, after = (json.loads(files.pop("config.json")) for files in (expected, found))
+            before, after = (
+                json.loads(files.pop("config.json")) for files in (expected, found)
+            )
             labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-            assert after == before | labels | {"architectures": ["Qwen2ForSequenceClassification"]}
+            assert after == before | labels | {
+                "architectures": ["Qwen2ForSequenceClassification"]
+            }
         assert found == expected
         assert not [path for path in folder.rglob("*") if path.name in LEFT_OUT]
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [4, 2]
 
 
 def test_the_template_that_replaced_the_sources_is_saved_instead(tmp_path, ranks: RankPool):
-    source, template = source_with_files_beside(tmp_path / "source", "lm"), tmp_path / "mine.jinja"
+    source, template = (
+        source_with_files_beside(tmp_path / "source", "lm"),
+        tmp_path / "mine.jinja",
+    )
     template.write_text("{{ messages }}")
     settings = {"chat_template": str(template)}
-    ranks.run(save_beside, 1, source, str(tmp_path / "target"), "lm", 0, settings, str(tmp_path / "step-1"))
+    ranks.run(
+        save_beside,
+        1,
+        source,
+        str(tmp_path / "target"),
+        "lm",
+        0,
+        settings,
+        str(tmp_path / "step-1"),
+    )
     expected = files_beside(Path(source)) | {"chat_template.jinja": b"{{ messages }}"}
     del expected["additional_chat_templates/tools.jinja"]
     assert files_beside(tmp_path / "target") == expected

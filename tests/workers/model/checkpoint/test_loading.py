@@ -37,7 +37,12 @@ def load_and_train(
     loaded = weights(engine)
     log_probs, _ = engine.log_probs(random_sequences(), ALL)
     train(engine, range(1))
-    return loaded, log_probs, engine.num_parameters, dict(engine.named_weights())["lm_head.weight"].clone()
+    return (
+        loaded,
+        log_probs,
+        engine.num_parameters,
+        dict(engine.named_weights())["lm_head.weight"].clone(),
+    )
 
 
 def _spoil_free_memory() -> None:
@@ -66,7 +71,9 @@ def test_one_rank_that_reads_for_all_equals_a_plain_load(
 ):
     model = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=tied)
     expected = load_and_train(model, lora)
-    for loaded, log_probs, num_parameters, head in ranks.run(load_and_train, count, model, lora):
+    for loaded, log_probs, num_parameters, head in ranks.run(
+        load_and_train, count, model, lora
+    ):
         assert_same(loaded, expected[0])
         torch.testing.assert_close(log_probs, expected[1], rtol=1e-6, atol=1e-6)
         assert num_parameters == expected[2]
@@ -76,9 +83,15 @@ def test_one_rank_that_reads_for_all_equals_a_plain_load(
 def test_a_skeleton_takes_no_memory(tmp_path):
     config = ModelConfig(path=save_tiny_model(tmp_path))
     for load in (load_model, load_value_model):
-        skeleton, whole = load(config, torch.float32, skeleton=True), load(config, torch.float32)
+        skeleton, whole = (
+            load(config, torch.float32, skeleton=True),
+            load(config, torch.float32),
+        )
         assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-        shapes = [{name: weight.shape for name, weight in m.state_dict().items()} for m in (skeleton, whole)]
+        shapes = [
+            {name: weight.shape for name, weight in m.state_dict().items()}
+            for m in (skeleton, whole)
+        ]
         assert shapes[0] == shapes[1]
 
 
@@ -113,15 +126,22 @@ def peak_growth(model: str, smaller: str) -> int:
 
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+    return 1024 * int(
+        next(line for line in lines if line.startswith(f"{name}:")).split()[1]
+    )
 
 
 @pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's own peak of a process"
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="needs Linux's own peak of a process",
 )
-def test_ranks_that_do_not_read_hold_little_more_than_their_shards(tmp_path, ranks: RankPool):
+def test_ranks_that_do_not_read_hold_little_more_than_their_shards(
+    tmp_path, ranks: RankPool
+):
     """A model of 47 MB over four ranks: 12 MB of shards, and the few tensors that are being handed out."""
-    model = save_tiny_model(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    model = save_tiny_model(
+        tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=6
+    )
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     (tmp_path / "smaller").mkdir()
     peaks = ranks.run(peak_growth, 4, model, save_tiny_model(tmp_path / "smaller"))
@@ -135,7 +155,10 @@ def test_ranks_that_do_not_read_hold_little_more_than_their_shards(tmp_path, ran
         ("model.layers.1.self_attn.k_norm.weight", True),
         ("model.norm.bias", True),
         ("lm_head.bias", True),
-        ("model.visual.blocks.0.mlp.weight", False),  # what a language model is loaded without
+        (
+            "model.visual.blocks.0.mlp.weight",
+            False,
+        ),  # what a language model is loaded without
         ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
         ("model.layers.0.self_attn.masked_bias", False),
     ],
@@ -152,7 +175,12 @@ def test_a_weight_that_its_layer_does_not_have_is_refused(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_hidden_layers": "four"}, {"hidden_size": 31}, {"layer_types": [1, 2]}, {"rope_parameters": [1]}],
+    [
+        {"num_hidden_layers": "four"},
+        {"hidden_size": 31},
+        {"layer_types": [1, 2]},
+        {"rope_parameters": [1]},
+    ],
     ids=str,
 )
 def test_whatever_transformers_raises_of_a_config_is_one_line(

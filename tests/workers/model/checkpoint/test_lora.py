@@ -25,7 +25,12 @@ from tests.workers.model.tiny import (
 )
 from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.errors import CheckpointError, OutputError
-from workers.model.checkpoint.lora import adapter_weights, add_adapters, modules_left_out, write_adapters
+from workers.model.checkpoint.lora import (
+    adapter_weights,
+    add_adapters,
+    modules_left_out,
+    write_adapters,
+)
 from workers.model.checkpoint.stored_adapters import FILE
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
@@ -42,7 +47,9 @@ def model(tmp_path_factory) -> str:
 
 
 def build(model: str, lora: LoraConfig = LORA, dtype: str = "float64") -> TrainingEngine:
-    return build_engine(model, dtype=dtype, lora=lora, optimizer=OptimizerConfig(learning_rate=3e-2))
+    return build_engine(
+        model, dtype=dtype, lora=lora, optimizer=OptimizerConfig(learning_rate=3e-2)
+    )
 
 
 def base(model: str) -> torch.nn.Module:
@@ -75,11 +82,16 @@ def float64_log_probs(engine: TrainingEngine) -> torch.Tensor:
 
 def test_only_adapters_get_gradients_and_change(model):
     engine = build(model)
-    before = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    before = {
+        name: parameter.detach().clone()
+        for name, parameter in engine.module.named_parameters()
+    }
     sequences = random_sequences()
     engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
     with_gradient = {
-        name for name, parameter in engine.module.named_parameters() if parameter.grad is not None
+        name
+        for name, parameter in engine.module.named_parameters()
+        if parameter.grad is not None
     }
     adapters = {name for name in before if "lora_" in name}
     assert with_gradient == adapters
@@ -97,7 +109,9 @@ def test_it_begins_as_the_base_model_and_learns(model):
     losses = []
     for _ in range(30):
         losses.append(
-            engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))["loss"].result()
+            engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))[
+                "loss"
+            ].result()
         )
         engine.optimizer_step()
     assert losses[-1] < 0.7 * losses[0]
@@ -126,13 +140,17 @@ def test_adapters_are_written_as_peft_reads_them(model, tmp_path):
     assert relative_error(masked_log_probs(loaded), float64_log_probs(engine)) < 1e-9
 
 
-def from_folder(model: str, lora: LoraConfig, path: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def from_folder(
+    model: str, lora: LoraConfig, path: str
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     engine = build(model, replace(lora, path=path))
     return weights(engine), engine.log_probs(random_sequences(), ALL)[0]
 
 
 @pytest.mark.parametrize("lora", [LORA, replace(LORA, rslora=True)], ids=["lora", "rslora"])
-def test_a_policy_begins_with_the_adapters_of_a_folder(model, tmp_path, ranks: RankPool, lora: LoraConfig):
+def test_a_policy_begins_with_the_adapters_of_a_folder(
+    model, tmp_path, ranks: RankPool, lora: LoraConfig
+):
     first = build(model, lora)
     train(first, range(3))
     path = tmp_path / "adapters"
@@ -144,7 +162,9 @@ def test_a_policy_begins_with_the_adapters_of_a_folder(model, tmp_path, ranks: R
     assert_same(weights(second), weights(first), 0)
     with second.without_adapters():
         reference, _ = second.log_probs(random_sequences(), ALL)
-    torch.testing.assert_close(reference, masked_log_probs(base(model)).float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        reference, masked_log_probs(base(model)).float(), rtol=1e-6, atol=1e-6
+    )
     for sent, _ in ranks.run(from_folder, 2, model, lora, str(path)):
         assert_same(sent, weights(first), 1e-9)
 
@@ -154,7 +174,9 @@ def written_again(model: str, path: Path) -> None:
     build_engine(model, lora=lora, tensor_parallel=2).save_adapters(path / "again")
 
 
-def test_ranks_that_share_adapters_read_and_write_whole_ones(model, tmp_path, ranks: RankPool):
+def test_ranks_that_share_adapters_read_and_write_whole_ones(
+    model, tmp_path, ranks: RankPool
+):
     engine = build(model)
     train(engine, range(3))
     engine.save_adapters(tmp_path / "adapters")
@@ -164,7 +186,9 @@ def test_ranks_that_share_adapters_read_and_write_whole_ones(model, tmp_path, ra
 
 
 def test_a_folder_of_peft_itself_is_a_beginning(model, tmp_path):
-    settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=["v_proj", "o_proj"], lora_dropout=0.1)
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=6.0, target_modules=["v_proj", "o_proj"], lora_dropout=0.1
+    )
     settings.init_lora_weights = False  # B is random, too
     adapted = peft.get_peft_model(base(model), settings).eval()
     adapted.save_pretrained(tmp_path)
@@ -185,15 +209,23 @@ OTHER_FOLDERS = [
     ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
     ({"future": True}, "future=True"),
     ({"weights": {"model.lm_head.weight": (4, 4)}}, "lm_head"),
-    ({"weights": {"model.layers.0.self_attn.k_proj.lora_A.weight": (3, 64)}}, "target_modules=k_proj,q_proj"),
-    ({"weights": {"model.layers.0.self_attn.q_proj.lora_A.weight": (3, 65)}}, "of another model"),
+    (
+        {"weights": {"model.layers.0.self_attn.k_proj.lora_A.weight": (3, 64)}},
+        "target_modules=k_proj,q_proj",
+    ),
+    (
+        {"weights": {"model.layers.0.self_attn.q_proj.lora_A.weight": (3, 65)}},
+        "of another model",
+    ),
     ({"without": "model.layers.1.self_attn.v_proj.lora_B.weight"}, "is missing there"),
     ({"file": None}, "adapter_model.safetensors is missing"),
     ({"file": b"cut"}, "cannot be read"),
 ]
 
 
-@pytest.mark.parametrize(("change", "named"), OTHER_FOLDERS, ids=[named for _, named in OTHER_FOLDERS])
+@pytest.mark.parametrize(
+    ("change", "named"), OTHER_FOLDERS, ids=[named for _, named in OTHER_FOLDERS]
+)
 @pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
 def test_adapters_that_the_settings_do_not_describe_are_refused_by_name(
     model, tmp_path, change: dict[str, Any], named: str, skeleton: bool
@@ -202,7 +234,9 @@ def test_adapters_that_the_settings_do_not_describe_are_refused_by_name(
     change = dict(change)
     engine = base(model)
     add_adapters(engine, replace(lora, path=""))
-    values = {name: value.clone() for name, value in adapter_weights(engine, torch.device("cpu"))}
+    values = {
+        name: value.clone() for name, value in adapter_weights(engine, torch.device("cpu"))
+    }
     for name, shape in change.pop("weights", {}).items():
         values[f"base_model.model.{name}"] = torch.zeros(shape)
     values.pop(f"base_model.model.{change.pop('without', '')}", None)
@@ -214,7 +248,9 @@ def test_adapters_that_the_settings_do_not_describe_are_refused_by_name(
             (tmp_path / FILE).write_bytes(content)
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | change))
     with torch.device("meta") if skeleton else nullcontext():
-        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float64)
+        policy = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model), dtype=torch.float64
+        )
     with refused(named):
         add_adapters(policy, lora)
 
@@ -246,12 +282,17 @@ def on_ranks(model: str, path: Path) -> dict[str, torch.Tensor]:
     return weights(resumed)
 
 
-def test_ranks_and_checkpoints_hold_adapters_alone_and_change_nothing(model, tmp_path, ranks: RankPool):
+def test_ranks_and_checkpoints_hold_adapters_alone_and_change_nothing(
+    model, tmp_path, ranks: RankPool
+):
     engine = build(model)
     train(engine, range(3))
     expected = weights(engine)
     path = tmp_path / "step-2"
-    for found in (ranks.run(on_ranks, 2, model, path)[0], ranks.run(on_ranks, 4, model, path)[3]):
+    for found in (
+        ranks.run(on_ranks, 2, model, path)[0],
+        ranks.run(on_ranks, 4, model, path)[3],
+    ):
         assert_same(found, expected, 1e-9)
     stored = {name for file in path.glob("*.safetensors") for name in load_file(file)}
     assert all(".lora_" in name or name.startswith("random.") for name in stored)
@@ -282,16 +323,27 @@ def test_target_modules_are_those_named(model):
 
 def linear_names(model: torch.nn.Module) -> set[str]:
     """Names of the decoder's linear modules, by the last part."""
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     return {name.rpartition(".")[2] for name in modules if not name.startswith("lm_head")}
 
 
 FUSED_EXPERTS = ("down_proj", "gate_proj", "up_proj")
 LEFT_OUT = {
     **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
-    **dict.fromkeys(("deepseek_v3", "ernie4_5_moe", "glm4_moe", "qwen3_next"), FUSED_EXPERTS),
-    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), ()),
-    **dict.fromkeys(("gemma3_text", "gpt_oss", "olmo_hybrid", "qwen2_moe", "qwen3_5_text", "qwen3_moe"), ()),
+    **dict.fromkeys(
+        ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "qwen3_next"), FUSED_EXPERTS
+    ),
+    **dict.fromkeys(
+        ("bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), ()
+    ),
+    **dict.fromkeys(
+        ("gemma3_text", "gpt_oss", "olmo_hybrid", "qwen2_moe", "qwen3_5_text", "qwen3_moe"),
+        (),
+    ),
 }
 """Linear modules of a family that peft refuses, or takes for its experts'."""
 
@@ -302,11 +354,15 @@ def test_all_linear_modules_get_an_adapter_but_those_that_peft_cannot_adapt(fami
     expected = linear_names(policy) - set(LEFT_OUT[family])
     assert tuple(modules_left_out(policy, LORA)) == LEFT_OUT[family]
     add_adapters(policy, LORA)
-    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    trained = [
+        name for name, parameter in policy.named_parameters() if parameter.requires_grad
+    ]
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == expected
 
 
-@pytest.mark.parametrize(("family", "module"), [("nemotron_h", "out_proj"), ("qwen3_next", "gate_proj")])
+@pytest.mark.parametrize(
+    ("family", "module"), [("nemotron_h", "out_proj"), ("qwen3_next", "gate_proj")]
+)
 def test_a_module_that_peft_cannot_adapt_is_refused_by_name(family, module):
     policy = AutoModelForCausalLM.from_config(family_config(family))
     with refused(f"no linear module {module!r} that takes an adapter"):
@@ -326,7 +382,9 @@ def test_checkpointed_layers_stay_so_and_nothing_else_is_in_training_mode(model)
     assert all(layer.gradient_checkpointing for layer in in_training)
 
 
-def test_adapters_replace_those_that_were_there_and_say_where_they_cannot_be_written(model, tmp_path):
+def test_adapters_replace_those_that_were_there_and_say_where_they_cannot_be_written(
+    model, tmp_path
+):
     engine = build(model)
     for _ in range(2):
         engine.save_adapters(tmp_path / "adapters")

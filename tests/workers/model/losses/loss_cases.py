@@ -26,8 +26,13 @@ def tokens_of(
     return Predictions(
         log_probs=values,
         entropy=torch.zeros_like(values).detach(),
-        columns={name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()},
-        sequence_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        columns={
+            name: torch.tensor(column, dtype=torch.float64)
+            for name, column in columns.items()
+        },
+        sequence_index=torch.repeat_interleave(
+            torch.arange(len(lengths)), torch.tensor(lengths)
+        ),
         num_sequences=len(lengths),
     )
 
@@ -35,14 +40,21 @@ def tokens_of(
 def with_log_probs(sequences: DataProto, seed: int = 0, spread: float = 0.5) -> DataProto:
     """The sequences with a column `log_probs`, those that the model is to give, around the old ones."""
     noise = torch.randn(
-        sequences.num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        sequences.num_tokens,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
     )
     log_probs = sequences.tokens["old_log_probs"] + spread * noise
-    return DataProto(sequences.lengths, sequences.tokens | {"log_probs": log_probs}, sequences.columns)
+    return DataProto(
+        sequences.lengths, sequences.tokens | {"log_probs": log_probs}, sequences.columns
+    )
 
 
 def computed_in_parts(
-    sequences: DataProto, cuts: list[int], loss_function: LossFunction, denominators: Denominators
+    sequences: DataProto,
+    cuts: list[int],
+    loss_function: LossFunction,
+    denominators: Denominators,
 ) -> tuple[float, list[Tensor], list[Statistics]]:
     """(loss, gradient of `log_probs` of each sequence, statistics) of a mini-batch cut into micro-batches at
     `cuts`.

@@ -13,7 +13,9 @@ DENOMINATORS = Denominators(tokens=10.0, sequences=4.0, groups=2)
 
 
 def predictions(**columns: list[float]) -> PackedTokens:
-    of_tokens = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+    of_tokens = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()
+    }
     return PackedTokens(columns=of_tokens, sequence_index=ROWS, num_sequences=2)
 
 
@@ -43,7 +45,9 @@ def test_weights_of_sequences(aggregation: str, expected: list[float]) -> None:
         ("sequence_mean_token_sum_norm", [1 / (3 * 8)] * 4),
     ],
 )
-def test_a_sample_of_several_rows_is_one_sequence(aggregation: str, expected: list[float]) -> None:
+def test_a_sample_of_several_rows_is_one_sequence(
+    aggregation: str, expected: list[float]
+) -> None:
     """The first row has three of its sample's five tokens, and three samples have the four rows."""
     columns = predictions(sample_tokens=[5, 5, 5, 2], mini_batch_samples=[3, 3, 3, 3])
     weights = token_weights(columns, DENOMINATORS, aggregation, constant_length=8)
@@ -55,5 +59,7 @@ def test_what_cannot_be_weighted_is_refused() -> None:
         token_weights(predictions(), DENOMINATORS, "mean")
     with refused("group_mean_token_mean needs Denominators.groups", DataError):
         token_weights(
-            predictions(group_tokens=[1, 1, 1, 1]), Denominators(10.0, 4.0), "group_mean_token_mean"
+            predictions(group_tokens=[1, 1, 1, 1]),
+            Denominators(10.0, 4.0),
+            "group_mean_token_mean",
         )

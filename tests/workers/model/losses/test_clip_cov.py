@@ -20,7 +20,9 @@ from workers.model.losses import Denominators, hold_back, make_policy_loss, to_m
 
 CONFIGS = {
     "kl_cov": LossConfig("kl_cov", covariance_fraction=0.1),
-    "clip_cov": LossConfig("clip_cov", covariance_fraction=0.1, clip_cov_low=0.1, clip_cov_high=2.0),
+    "clip_cov": LossConfig(
+        "clip_cov", covariance_fraction=0.1, clip_cov_low=0.1, clip_cov_high=2.0
+    ),
 }
 ORDER = [7, 2, 10, 0, 5, 1, 3, 9, 6, 8, 4]
 
@@ -73,20 +75,26 @@ def test_the_band_is_without_its_bounds() -> None:
     ]
     sequences = DataProto.from_list(rows, {"advantages": torch.tensor([2.0, -2.0, 0.0])})
     for low, high, count in ((0.0, 2.0, 0), (2.0, 3.0, 0), (0.0, 3.0, 2), (-1.0, 2.0, 2)):
-        config = LossConfig("clip_cov", covariance_fraction=1.0, clip_cov_low=low, clip_cov_high=high)
+        config = LossConfig(
+            "clip_cov", covariance_fraction=1.0, clip_cov_low=low, clip_cov_high=high
+        )
         assert int(held_back_of(sequences, config).sum()) == count
 
 
 def test_clip_cov_draws_evenly():
     """Over many batches the drawn tokens are a uniform sample of the band, by covariance and by position."""
-    config = LossConfig("clip_cov", covariance_fraction=0.05, clip_cov_low=0.0, clip_cov_high=9.0)
+    config = LossConfig(
+        "clip_cov", covariance_fraction=0.05, clip_cov_low=0.0, clip_cov_high=9.0
+    )
     ranks = []
     for seed in range(150):
         sequences = random_sequences(seed=seed)
         covariance, mask = covariances(sequences)
         band = (covariance > 0) & (covariance < 9.0)
         drawn = held_back_of(sequences, config)[mask][band]
-        ranks.append((covariance[band].argsort().argsort().double() / (int(band.sum()) - 1))[drawn])
+        ranks.append(
+            (covariance[band].argsort().argsort().double() / (int(band.sum()) - 1))[drawn]
+        )
     mean_rank, count = float(torch.cat(ranks).mean()), len(torch.cat(ranks))
     assert abs(mean_rank - 0.5) < 4 * math.sqrt(1 / 12 / count)
 
@@ -115,8 +123,16 @@ def hold_back_on_a_rank(name: str) -> dict[int, torch.Tensor]:
     if rank == 0:
         rows += [row for row in range(len(sequences)) if row % 3 == 2]
     parts = [sequences.select_idxs(rows)] if rows else [sequences.slice(0, 0)]
-    prepared = hold_back(parts, Denominators.of(sequences), CONFIGS[name], [dist.group.WORLD])
-    return dict(zip(rows, prepared[0].tokens["held_back"].split(prepared[0].lengths.tolist()), strict=True))
+    prepared = hold_back(
+        parts, Denominators.of(sequences), CONFIGS[name], [dist.group.WORLD]
+    )
+    return dict(
+        zip(
+            rows,
+            prepared[0].tokens["held_back"].split(prepared[0].lengths.tolist()),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -124,7 +140,11 @@ def test_all_ranks_draw_the_line_together(name, ranks: RankPool):
     """Three ranks, one of them without work."""
     sequences = random_sequences()
     expected = held_back_of(sequences, CONFIGS[name]).split(sequences.lengths.tolist())
-    by_row = {row: held for part in ranks.run(hold_back_on_a_rank, 3, name) for row, held in part.items()}
+    by_row = {
+        row: held
+        for part in ranks.run(hold_back_on_a_rank, 3, name)
+        for row, held in part.items()
+    }
     assert sorted(by_row) == list(range(len(sequences)))
     for row, held in by_row.items():
         assert torch.equal(held, expected[row]), row
@@ -132,11 +152,17 @@ def test_all_ranks_draw_the_line_together(name, ranks: RankPool):
 
 def of_tokens(config: LossConfig) -> tuple[float, list[float], dict[str, float]]:
     """Ratios 2 and 3, advantages 1 and -1; the second token is held back."""
-    predictions = tokens_of([math.log(2), math.log(3)], old_log_probs=[0.0, 0.0], advantages=[1.0, -1.0])
+    predictions = tokens_of(
+        [math.log(2), math.log(3)], old_log_probs=[0.0, 0.0], advantages=[1.0, -1.0]
+    )
     predictions.columns["held_back"] = torch.tensor([False, True])
     loss, statistics = make_policy_loss(config)(predictions, Denominators(2, 1))
     loss.backward()
-    return loss.item(), predictions.log_probs.grad.tolist(), results(to_metrics([statistics]))
+    return (
+        loss.item(),
+        predictions.log_probs.grad.tolist(),
+        results(to_metrics([statistics])),
+    )
 
 
 def test_clip_cov_by_hand():
@@ -166,13 +192,21 @@ def test_the_engine_holds_back_over_the_whole_mini_batch(name, tmp_path):
     gradients, metrics = [], []
     for micro_batches in ([(0, 11)], [(0, 4), (4, 4), (4, 11)]):
         engine = TrainingEngine(
-            ModelConfig(path=path, dtype="float64"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+            ModelConfig(path=path, dtype="float64"),
+            optimizer=OptimizerConfig(),
+            total_steps=1,
+            device="cpu",
         )
         passed = engine.forward_backward(
-            sequences, micro_batches, make_policy_loss(CONFIGS[name]), Denominators.of(sequences)
+            sequences,
+            micro_batches,
+            make_policy_loss(CONFIGS[name]),
+            Denominators.of(sequences),
         )
         metrics.append(results(passed))
-        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in engine.module.parameters()]))
+        gradients.append(
+            torch.cat([p.grad.full_tensor().flatten() for p in engine.module.parameters()])
+        )
     assert metrics[0]["held_back_fraction"] > 0
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
     assert relative_error(gradients[1], gradients[0]) < 1e-9

@@ -10,7 +10,12 @@ from torch import Tensor
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.reference import divergence
 from workers.model.losses.distillation import as_numpy, as_tensor
-from workers.model.losses.divergence import TeacherLayer, linear_divergence, terms, top_log_probs
+from workers.model.losses.divergence import (
+    TeacherLayer,
+    linear_divergence,
+    terms,
+    top_log_probs,
+)
 from workers.model.losses.logprobs import Head, OutputLayer
 
 KINDS = ("reverse_kl", "forward_kl", "jsd")
@@ -27,7 +32,8 @@ def models() -> tuple[list[Tensor], list[Tensor]]:
     def layer(size: int, tokens: int) -> list[Tensor]:
         shapes = (COUNT, size), (tokens, size), (tokens,)
         return [
-            torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes
+            torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+            for shape in shapes
         ]
 
     return layer(5, STUDENTS_TOKENS), layer(4, TEACHERS_TOKENS)
@@ -53,7 +59,9 @@ def expected(kind: str, over: str) -> tuple[Tensor, list[Tensor]]:
         q, p = given.softmax(-1), z.softmax(-1)
         top = q.topk(TOP).indices
         parts = [each.gather(-1, top) for each in (p, q)]
-        found = divergence(kind, *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts))
+        found = divergence(
+            kind, *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts)
+        )
     return found, list(torch.autograd.grad((found * upstream()).sum(), student))
 
 
@@ -61,21 +69,30 @@ def upstream() -> Tensor:
     return torch.linspace(-1, 2, COUNT, dtype=torch.float64)
 
 
-def computed(kind: str, over: str, group: dist.ProcessGroup | None = None) -> tuple[Tensor, list[Tensor]]:
+def computed(
+    kind: str, over: str, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Divergence, and the gradients of hidden and this rank's rows of weight and bias."""
     rank, ranks = (group.rank(), group.size()) if group else (0, 1)
     first, stop = (-(-STUDENTS_TOKENS // ranks) * each for each in (rank, rank + 1))
     student, teacher = models()
-    leaves = [student[0], *(each[first:stop].detach().requires_grad_() for each in student[1:])]
+    leaves = [
+        student[0],
+        *(each[first:stop].detach().requires_grad_() for each in student[1:]),
+    ]
     hidden, *rest = (each.detach() for each in teacher)
     own = [each[first:stop] for each in rest]
     of_teacher = head(TEACHER, group, first)
     if over == "vocabulary":
         given = {"teacher": TeacherLayer(*own, of_teacher), "teacher_hidden": hidden}
     else:
-        found = top_log_probs(OutputLayer(hidden, *own, of_teacher, 4), count=TOP, tokens=STUDENTS_TOKENS)
+        found = top_log_probs(
+            OutputLayer(hidden, *own, of_teacher, 4), count=TOP, tokens=STUDENTS_TOKENS
+        )
         given = dict(zip(("ids", "log_probs"), found, strict=True))
-    found = linear_divergence(OutputLayer(*leaves, head(STUDENT, group, first), 4), kind, **given)
+    found = linear_divergence(
+        OutputLayer(*leaves, head(STUDENT, group, first), 4), kind, **given
+    )
     (found * upstream()).sum().backward()
     return found.detach(), [leaf.grad for leaf in leaves]
 
@@ -90,12 +107,18 @@ def test_values_and_gradients_equal_the_divergence(kind: str, over: str) -> None
 
 
 def computed_on_a_rank() -> list[tuple[Tensor, list[Tensor]]]:
-    return [computed(kind, over, dist.group.WORLD) for kind in KINDS for over in ("vocabulary", "top_k")]
+    return [
+        computed(kind, over, dist.group.WORLD)
+        for kind in KINDS
+        for over in ("vocabulary", "top_k")
+    ]
 
 
 def test_a_vocabulary_shared_over_ranks_gives_the_same(ranks: RankPool) -> None:
     parts = ranks.run(computed_on_a_rank, 2)
-    for number, (kind, over) in enumerate(itertools.product(KINDS, ("vocabulary", "top_k"))):
+    for number, (kind, over) in enumerate(
+        itertools.product(KINDS, ("vocabulary", "top_k"))
+    ):
         value, (hidden, *weights) = expected(kind, over)
         for part in parts:
             torch.testing.assert_close(part[number][0], value, rtol=1e-11, atol=1e-12)

@@ -15,19 +15,36 @@ from tests.workers.model.losses.test_policy_losses import CONFIGS, REFERENCES, R
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import results
-from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig, RolloutCorrectionConfig
+from workers.config.roles import (
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutCorrectionConfig,
+)
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, Predictions, kl_estimate, make_policy_loss, to_metrics
+from workers.model.losses import (
+    Denominators,
+    Predictions,
+    kl_estimate,
+    make_policy_loss,
+    to_metrics,
+)
 from workers.model.losses.kl import LARGEST_LOG_RATIO, bounded_exp
 
-FAR = st.one_of(st.floats(-1e4, 1e4, width=32), st.floats(-60, 120, width=32), st.floats(-1, 1, width=32))
+FAR = st.one_of(
+    st.floats(-1e4, 1e4, width=32),
+    st.floats(-60, 120, width=32),
+    st.floats(-1, 1, width=32),
+)
 TOKEN = st.tuples(FAR, st.sampled_from([-2.0, -1.0, 0.0, 1.0, 3.0]), st.booleans())
 ROWS = st.lists(st.lists(TOKEN, min_size=1, max_size=4), min_size=1, max_size=4)
 """(log ratio, advantage, held back) of each token; a sequence has the advantage of its first."""
 
 
 def cispo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    weights = (log_probs - old).detach().exp().clamp(1 - config.clip_low, 1 + config.clip_high)
+    weights = (
+        (log_probs - old).detach().exp().clamp(1 - config.clip_low, 1 + config.clip_high)
+    )
     return -weights * advantage * log_probs
 
 
@@ -35,12 +52,18 @@ def gspo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -
     """The geometric mean by its logarithm: products of far ratios leave float64, too."""
     ratio = (log_probs - old).mean().exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -ratio * advantage if ratio * advantage <= bounded * advantage else -bounded * advantage
+    loss = (
+        -ratio * advantage
+        if ratio * advantage <= bounded * advantage
+        else -bounded * advantage
+    )
     return loss.expand(len(log_probs))
 
 
 def gmpo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    bounds = (-math.inf, config.clip_high) if advantage > 0 else (-config.clip_low, math.inf)
+    bounds = (
+        (-math.inf, config.clip_high) if advantage > 0 else (-config.clip_low, math.inf)
+    )
     return -advantage * (log_probs - old).clamp(*bounds).mean().exp().expand(len(log_probs))
 
 
@@ -61,9 +84,13 @@ FAR_REFERENCES: dict[str, Reference] = REFERENCES | {
 FAR_CONFIGS = CONFIGS | {"kl_cov": LossConfig("kl_cov")}
 
 
-def predictions_of(rows: list[list[tuple[float, float, bool]]], dtype: torch.dtype) -> Predictions:
+def predictions_of(
+    rows: list[list[tuple[float, float, bool]]], dtype: torch.dtype
+) -> Predictions:
     """Old log-probs of 0, so that the log-probs are the log-ratios, without rounding."""
-    log_probs = torch.tensor([ratio for row in rows for ratio, _, _ in row], dtype=dtype, requires_grad=True)
+    log_probs = torch.tensor(
+        [ratio for row in rows for ratio, _, _ in row], dtype=dtype, requires_grad=True
+    )
     lengths = torch.tensor([len(row) for row in rows])
     of_sequence = torch.tensor([row[0][1] for row in rows], dtype=dtype)
     index = torch.repeat_interleave(torch.arange(len(rows)), lengths)
@@ -88,8 +115,12 @@ def by_reference(rows: list[list[tuple[float, float, bool]]], config: LossConfig
     log_probs = predictions_of(rows, torch.float64).log_probs
     losses = []
     for values, row in zip(log_probs.split([len(row) for row in rows]), rows, strict=True):
-        losses.append(FAR_REFERENCES[config.name](values, torch.zeros_like(values), row[0][1], config))
-    (torch.cat(losses).mean() + 0 * log_probs.sum()).backward()  # a clip may leave nothing to differentiate
+        losses.append(
+            FAR_REFERENCES[config.name](values, torch.zeros_like(values), row[0][1], config)
+        )
+    (
+        torch.cat(losses).mean() + 0 * log_probs.sum()
+    ).backward()  # a clip may leave nothing to differentiate
     return log_probs.grad
 
 
@@ -108,7 +139,9 @@ def check_gradient(found: Tensor, expected: Tensor, inside: Tensor) -> None:
     float32 can hold. SAPO's gate p (1 - p) of a far ratio loses 1e-6 to the rounding of p.
     """
     assert found.isfinite().all()
-    torch.testing.assert_close(found[inside].double(), expected[inside], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found[inside].double(), expected[inside], rtol=1e-4, atol=1e-5
+    )
     vanishes = (expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)
     beyond = ~inside & ~expected.isnan() & ~vanishes
     assert torch.equal(found[beyond].sign().double(), expected[beyond].sign())
@@ -117,14 +150,21 @@ def check_gradient(found: Tensor, expected: Tensor, inside: Tensor) -> None:
 @pytest.mark.parametrize("name", FAR_CONFIGS)
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS)
-@example(rows=[[(200.0, 1.0, False)], [(200.0, -1.0, False)], [(-200.0, 1.0, False)], [(0.1, 1.0, False)]])
+@example(
+    rows=[
+        [(200.0, 1.0, False)],
+        [(200.0, -1.0, False)],
+        [(-200.0, 1.0, False)],
+        [(0.1, 1.0, False)],
+    ]
+)
 @example(rows=[[(1e4, 3.0, False), (-1e4, 3.0, False)], [(1e4, -2.0, False)]])
 def test_gradients_of_far_ratios_are_the_papers(name, rows):
     config = FAR_CONFIGS[name]
     predictions = predictions_of(rows, torch.float32)
-    loss, statistics = make_policy_loss(LossConfig(**{**vars(config), "aggregation": "token_mean"}))(
-        predictions, Denominators(len(predictions), len(rows))
-    )
+    loss, statistics = make_policy_loss(
+        LossConfig(**{**vars(config), "aggregation": "token_mean"})
+    )(predictions, Denominators(len(predictions), len(rows)))
     loss.backward()
     assert loss.isfinite()
     assert all(math.isfinite(value) for value in results(to_metrics([statistics])).values())
@@ -140,24 +180,33 @@ def test_kl_estimates_of_far_policies_are_finite_and_right(estimator, log_ratios
     found = torch.tensor(log_ratios, requires_grad=True)
     kl_estimate(found, estimator).sum().backward()
     exact = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
-    values = {"k1": -exact, "k2": exact**2 / 2, "k3": exact.expm1() - exact, "absolute": exact.abs()}[
-        estimator
-    ]
+    values = {
+        "k1": -exact,
+        "k2": exact**2 / 2,
+        "k3": exact.expm1() - exact,
+        "absolute": exact.abs(),
+    }[estimator]
     values.sum().backward()
     inside = found.detach() <= LARGEST_LOG_RATIO
     inside |= torch.tensor(estimator != "k3")
     estimates = kl_estimate(found.detach(), estimator)
     assert estimates.isfinite().all()
-    torch.testing.assert_close(estimates[inside].double(), values.detach()[inside], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        estimates[inside].double(), values.detach()[inside], rtol=1e-4, atol=1e-6
+    )
     check_gradient(found.grad, exact.grad, inside)
 
 
 def test_beyond_its_bound_the_exponential_goes_on_along_its_tangent():
-    values = torch.tensor([-1e4, -1.0, 0.0, 40.0, 41.0, 1e4], dtype=torch.float64, requires_grad=True)
+    values = torch.tensor(
+        [-1e4, -1.0, 0.0, 40.0, 41.0, 1e4], dtype=torch.float64, requires_grad=True
+    )
     found = bounded_exp(values)
     found.sum().backward()
     edge = math.exp(LARGEST_LOG_RATIO)
-    assert found.tolist() == pytest.approx([0.0, math.exp(-1), 1.0, edge, 2 * edge, edge * (1e4 - 39)])
+    assert found.tolist() == pytest.approx(
+        [0.0, math.exp(-1), 1.0, edge, 2 * edge, edge * (1e4 - 39)]
+    )
     assert values.grad.tolist() == pytest.approx([0.0, math.exp(-1), 1.0, edge, edge, edge])
 
 
@@ -169,8 +218,12 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_a_sampler_far_from_the_trainer_leaves_loss_and_metrics_finite(correction):
-    predictions = predictions_of([[(0.1, 1.0, False)] * 4, [(0.1, -1.0, False)] * 2], torch.float32)
-    predictions.columns["rollout_log_probs"] = torch.tensor([-1e4, 1e4, 200.0, -200.0, 0.1, 0.0])
+    predictions = predictions_of(
+        [[(0.1, 1.0, False)] * 4, [(0.1, -1.0, False)] * 2], torch.float32
+    )
+    predictions.columns["rollout_log_probs"] = torch.tensor(
+        [-1e4, 1e4, 200.0, -200.0, 0.1, 0.0]
+    )
     config = LossConfig(rollout_correction=correction)
     loss, statistics = make_policy_loss(config)(predictions, Denominators(6, 2))
     loss.backward()
@@ -192,10 +245,17 @@ def test_a_step_with_a_token_far_from_its_old_policy_is_taken(overrides, tmp_pat
     path = save_tiny_model(tmp_path)
     config = load(None, [*overrides, "batch.mini_batches=2", f"model.path={path}"])
     sequences = random_sequences(dtype=torch.float32)
-    sequences.tokens["old_log_probs"][sequences.lengths[0] - 1] = -500.0  # the last of the first sequence
-    good = DataProto(sequences.lengths, sequences.tokens, {"advantages": torch.ones(len(sequences))})
+    sequences.tokens["old_log_probs"][
+        sequences.lengths[0] - 1
+    ] = -500.0  # the last of the first sequence
+    good = DataProto(
+        sequences.lengths, sequences.tokens, {"advantages": torch.ones(len(sequences))}
+    )
     engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float32"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+        ModelConfig(path=path, dtype="float32"),
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
     )
     loss = make_policy_loss(config.algorithm.loss)
     engine.forward_backward(good, [(0, len(good))], loss, Denominators.of(good))

@@ -41,7 +41,9 @@ def exact_gradient(reverse: bool = False) -> Tensor:
     logits = LOGITS.clone().requires_grad_()
     log_probs = logits.log_softmax(-1)
     forward = (log_probs.exp() * (log_probs - REFERENCE.log())).sum()
-    return gradient((REFERENCE * (REFERENCE.log() - log_probs)).sum() if reverse else forward, logits)
+    return gradient(
+        (REFERENCE * (REFERENCE.log() - log_probs)).sum() if reverse else forward, logits
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -51,14 +53,25 @@ def test_a_corrected_gradient_is_that_of_the_kl(estimator, correction):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_ratio_makes_samples_of_an_older_policy_stand_for_those_of_the_policy(estimator):
-    torch.testing.assert_close(expected_gradient(estimator, "importance", OLD), exact_gradient())
-    assert relative_error(expected_gradient(estimator, "straight_through", OLD), exact_gradient()) > 0.1
+def test_the_ratio_makes_samples_of_an_older_policy_stand_for_those_of_the_policy(
+    estimator,
+):
+    torch.testing.assert_close(
+        expected_gradient(estimator, "importance", OLD), exact_gradient()
+    )
+    assert (
+        relative_error(
+            expected_gradient(estimator, "straight_through", OLD), exact_gradient()
+        )
+        > 0.1
+    )
 
 
 def test_without_correction_the_gradients_are_others():
     torch.testing.assert_close(expected_gradient("k1", "none"), torch.zeros_like(LOGITS))
-    torch.testing.assert_close(expected_gradient("k3", "none"), exact_gradient(reverse=True))
+    torch.testing.assert_close(
+        expected_gradient("k3", "none"), exact_gradient(reverse=True)
+    )
     torch.testing.assert_close(expected_gradient("k2", "none"), exact_gradient())
 
 
@@ -71,7 +84,9 @@ def test_straight_through_keeps_the_value_of_the_estimate():
 
 
 def test_importance_by_hand():
-    predictions = tokens_of([-1.0], advantages=[0.0], old_log_probs=[-1.5], reference_log_probs=[-3.0])
+    predictions = tokens_of(
+        [-1.0], advantages=[0.0], old_log_probs=[-1.5], reference_log_probs=[-3.0]
+    )
     config = LossConfig(kl_coefficient=1.0, kl_estimator="k1", kl_correction="importance")
     loss, statistics = make_policy_loss(config)(predictions, Denominators(1, 1))
     loss.backward()
@@ -86,10 +101,17 @@ def gradients_of(path: str, sequences: DataProto, *overrides: str) -> Tensor:
     settings = [f"model.path={path}", "algorithm.loss.kl_coefficient=1", *overrides]
     loss = make_policy_loss(load(None, settings).algorithm.loss)
     engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float64"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+        ModelConfig(path=path, dtype="float64"),
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
     )
-    engine.forward_backward(sequences, [(0, len(sequences))], loss, Denominators.of(sequences))
-    return torch.cat([parameter.grad.full_tensor().flatten() for parameter in engine.module.parameters()])
+    engine.forward_backward(
+        sequences, [(0, len(sequences))], loss, Denominators.of(sequences)
+    )
+    return torch.cat(
+        [parameter.grad.full_tensor().flatten() for parameter in engine.module.parameters()]
+    )
 
 
 def test_the_settings_reach_the_gradients(tmp_path):

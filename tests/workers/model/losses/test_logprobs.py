@@ -10,16 +10,22 @@ from workers.model.losses import logprobs
 from workers.model.losses.logprobs import linear_log_probs
 
 TRACED = [
-    torch.compile(passed, backend="aot_eager", fullgraph=True, recompile_limit=logprobs.MOST_GRAPHS)
+    torch.compile(
+        passed, backend="aot_eager", fullgraph=True, recompile_limit=logprobs.MOST_GRAPHS
+    )
     for passed in (logprobs._predict, logprobs._differentiate)
 ]
 
 
-def inputs(count: int = 13, hidden: int = 5, vocabulary: int = 11) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    count: int = 13, hidden: int = 5, vocabulary: int = 11
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        return torch.randn(
+            *shape, generator=generator, dtype=torch.float64
+        ).requires_grad_()
 
     targets = torch.randint(0, vocabulary, (count,), generator=generator)
     return leaf(count, hidden), leaf(vocabulary, hidden), leaf(vocabulary), targets
@@ -58,12 +64,18 @@ def test_values_and_gradients_equal_the_naive_ones(
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     used_bias = bias if with_bias else None
     settings = {"temperature": temperature, "softcap": softcap, "factor": factor}
-    actual = linear_log_probs(hidden, weight, used_bias, targets, chunk_tokens=chunk_tokens, **settings)
+    actual = linear_log_probs(
+        hidden, weight, used_bias, targets, chunk_tokens=chunk_tokens, **settings
+    )
     expected = naive(hidden, weight, used_bias, targets, **settings)
     upstream = torch.randn(2, len(targets), dtype=torch.float64)
     gradients = torch.autograd.grad((torch.stack(actual) * upstream).sum(), leaves)
-    expected_gradients = torch.autograd.grad((torch.stack(expected) * upstream).sum(), leaves)
-    for one, other in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
+    expected_gradients = torch.autograd.grad(
+        (torch.stack(expected) * upstream).sum(), leaves
+    )
+    for one, other in zip(
+        (*actual, *gradients), (*expected, *expected_gradients), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -71,7 +83,9 @@ def test_values_and_gradients_equal_the_naive_ones(
 def test_gradient_of_either_output_alone(output):
     hidden, weight, bias, targets = inputs()
     assert torch.autograd.gradcheck(
-        lambda *leaves: linear_log_probs(*leaves, targets, temperature=0.7, chunk_tokens=4)[output],
+        lambda *leaves: linear_log_probs(*leaves, targets, temperature=0.7, chunk_tokens=4)[
+            output
+        ],
         (hidden, weight, bias),
     )
 
@@ -82,7 +96,9 @@ def test_memory_is_that_of_gradients_and_two_chunks_of_logits(with_entropy: bool
     hidden, weight, _, targets = inputs(count, size, vocabulary)
 
     def forward_and_backward() -> None:
-        log_probs, entropy = linear_log_probs(hidden, weight, None, targets, chunk_tokens=chunk)
+        log_probs, entropy = linear_log_probs(
+            hidden, weight, None, targets, chunk_tokens=chunk
+        )
         (log_probs.sum() + entropy.sum() if with_entropy else log_probs.sum()).backward()
 
     gradients, logits = 8 * (vocabulary + count) * size, 8 * chunk * vocabulary
@@ -130,13 +146,18 @@ def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tenso
     rank, count = dist.get_rank(), dist.get_world_size()
     first, stop = rank * 11 // count, (rank + 1) * 11 // count
     hidden, weight, bias, targets = inputs()
-    own = [weight[first:stop].detach().requires_grad_(), bias[first:stop].detach().requires_grad_()]
+    own = [
+        weight[first:stop].detach().requires_grad_(),
+        bias[first:stop].detach().requires_grad_(),
+    ]
     used_bias = own[1] if with_bias else None
     log_probs, entropy = linear_log_probs(
         hidden, own[0], used_bias, targets, group=dist.group.WORLD, first_id=first, **SHARED
     )
     upstream = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
-    ((log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too).backward()
+    (
+        (log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too
+    ).backward()
     return {
         "log_probs": log_probs.detach(),
         "entropy": entropy.detach(),
@@ -153,10 +174,18 @@ def test_a_vocabulary_shared_over_ranks_gives_the_same(
 ):
     parts = ranks.run(computed_with_a_share, count, with_bias, entropy_too)
     hidden, weight, bias, targets = inputs()
-    log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5, 0.3)
+    log_probs, entropy = naive(
+        hidden, weight, bias if with_bias else None, targets, 0.6, 1.5, 0.3
+    )
     upstream = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
-    ((log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too).backward()
-    expected = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}
+    (
+        (log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too
+    ).backward()
+    expected = {
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+    }
     for part in parts:
         for name, value in expected.items():
             torch.testing.assert_close(part[name], value, rtol=1e-12, atol=1e-12)
@@ -175,9 +204,16 @@ def far_logits_with_a_share() -> Tensor:
     """
     rank = dist.get_rank()
     hidden = torch.ones(3, 2, dtype=torch.float32)
-    weight = torch.full((4, 2), 500.0 if rank == 0 else 0.0) + torch.arange(8.0).reshape(4, 2) * (1 - rank)
+    weight = torch.full((4, 2), 500.0 if rank == 0 else 0.0) + torch.arange(8.0).reshape(
+        4, 2
+    ) * (1 - rank)
     log_probs, _ = linear_log_probs(
-        hidden, weight, None, torch.tensor([0, 3, 7]), group=dist.group.WORLD, first_id=4 * rank
+        hidden,
+        weight,
+        None,
+        torch.tensor([0, 3, 7]),
+        group=dist.group.WORLD,
+        first_id=4 * rank,
     )
     return log_probs
 

@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.workers.model.losses.loss_cases import computed_in_parts, tokens_of, with_log_probs
+from tests.workers.model.losses.loss_cases import (
+    computed_in_parts,
+    tokens_of,
+    with_log_probs,
+)
 from tests.workers.model.tiny import random_sequences
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import results
@@ -26,11 +30,15 @@ Reference = Callable[[Tensor, Tensor, float, LossConfig], Tensor]
 """Of one sequence: (log_probs [n], old_log_probs [n], advantage, settings) -> loss of each token [n]."""
 
 
-def reinforce(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+def reinforce(
+    log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig
+) -> Tensor:
     return -advantage * log_probs
 
 
-def ppo_clip(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+def ppo_clip(
+    log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig
+) -> Tensor:
     losses = []
     for ratio in (log_probs - old).exp():
         bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
@@ -43,7 +51,8 @@ def ppo_clip(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfi
 
 def cispo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
     weights = [
-        min(max(math.exp(d), 1 - config.clip_low), 1 + config.clip_high) for d in (log_probs - old).tolist()
+        min(max(math.exp(d), 1 - config.clip_low), 1 + config.clip_high)
+        for d in (log_probs - old).tolist()
     ]
     return -torch.tensor(weights, dtype=torch.float64) * advantage * log_probs
 
@@ -62,7 +71,9 @@ def gmpo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -
     ratio = (log_probs - old).exp()
     bounded = ratio.clamp(math.exp(-config.clip_low), math.exp(config.clip_high))
     objectives = torch.minimum(ratio * advantage, bounded * advantage).abs()
-    return -(objectives.prod() ** (1 / len(log_probs)) * math.copysign(1.0, advantage)).expand(len(log_probs))
+    return -(
+        objectives.prod() ** (1 / len(log_probs)) * math.copysign(1.0, advantage)
+    ).expand(len(log_probs))
 
 
 def sapo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
@@ -103,7 +114,10 @@ def by_paper(sequences: DataProto, config: LossConfig) -> tuple[float, list[Tens
         part = sequences.slice(index, index + 1)
         mask = part.tokens["loss_mask"]
         if mask.any():
-            old, advantage = part.tokens["old_log_probs"][mask], float(part.columns["advantages"])
+            old, advantage = (
+                part.tokens["old_log_probs"][mask],
+                float(part.columns["advantages"]),
+            )
             losses.append(REFERENCES[config.name](log_probs[mask], old, advantage, config))
     if OWN.get(config.name) == "sequence_mean_token_mean":
         loss = torch.stack([token_losses.mean() for token_losses in losses]).mean()
@@ -119,20 +133,30 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed):
     sequences = with_log_probs(random_sequences(seed=seed), seed)
     expected, expected_gradients = by_paper(sequences, CONFIGS[name])
     loss_function = make_policy_loss(CONFIGS[name])
-    loss, gradients, _ = computed_in_parts(sequences, [4], loss_function, Denominators.of(sequences))
+    loss, gradients, _ = computed_in_parts(
+        sequences, [4], loss_function, Denominators.of(sequences)
+    )
     assert loss == pytest.approx(expected, rel=1e-9)
-    torch.testing.assert_close(torch.cat(gradients), torch.cat(expected_gradients), rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(
+        torch.cat(gradients), torch.cat(expected_gradients), rtol=1e-9, atol=1e-14
+    )
 
 
 def test_pages_without_torch_know_every_automatic_aggregation() -> None:
-    registered = {name: POLICY_LOSSES[name].aggregation for name in POLICY_LOSS_NAMES if name != "custom"}
+    registered = {
+        name: POLICY_LOSSES[name].aggregation
+        for name in POLICY_LOSS_NAMES
+        if name != "custom"
+    }
     assert registered == {name: automatic_aggregation(name) for name in registered}
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSS_NAMES))
 @settings(max_examples=12, deadline=None)
 @given(
-    cuts=st.lists(st.integers(0, 11), max_size=4), order=st.permutations(range(11)), seed=st.integers(0, 3)
+    cuts=st.lists(st.integers(0, 11), max_size=4),
+    order=st.permutations(range(11)),
+    seed=st.integers(0, 3),
 )
 def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, order, seed):
     sequences = with_log_probs(random_sequences(seed=seed), seed)
@@ -149,16 +173,28 @@ def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, orde
     whole, gradients, statistics = computed(sequences, [])
     loss, cut_gradients, cut_statistics = computed(sequences.select_idxs(list(order)), cuts)
     assert loss == pytest.approx(whole, rel=1e-9)
-    assert results(to_metrics(cut_statistics)) == pytest.approx(results(to_metrics(statistics)), rel=1e-9)
+    assert results(to_metrics(cut_statistics)) == pytest.approx(
+        results(to_metrics(statistics)), rel=1e-9
+    )
     for position, row in enumerate(order):
-        torch.testing.assert_close(cut_gradients[position], gradients[row], rtol=1e-9, atol=1e-14)
+        torch.testing.assert_close(
+            cut_gradients[position], gradients[row], rtol=1e-9, atol=1e-14
+        )
 
 
-def loss_and_gradient(config: LossConfig, log_probs: list[float], lengths: list[int], **columns: list[float]):
+def loss_and_gradient(
+    config: LossConfig, log_probs: list[float], lengths: list[int], **columns: list[float]
+):
     predictions = tokens_of(log_probs, lengths, **columns)
-    loss, statistics = make_policy_loss(config)(predictions, Denominators(len(log_probs), len(lengths)))
+    loss, statistics = make_policy_loss(config)(
+        predictions, Denominators(len(log_probs), len(lengths))
+    )
     loss.backward()
-    return loss.item(), predictions.log_probs.grad.tolist(), results(to_metrics([statistics]))
+    return (
+        loss.item(),
+        predictions.log_probs.grad.tolist(),
+        results(to_metrics([statistics])),
+    )
 
 
 def logs(*values: float) -> list[float]:
@@ -181,9 +217,15 @@ def test_ppo_clip_bounds_are_separate_and_depend_on_the_sign_of_the_advantage():
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_alone():
     loss, gradient, metrics = loss_and_gradient(
-        LossConfig(dual_clip=3.0), logs(5.0, 2.0), [2], old_log_probs=[0.0] * 2, advantages=[-2.0, -2.0]
+        LossConfig(dual_clip=3.0),
+        logs(5.0, 2.0),
+        [2],
+        old_log_probs=[0.0] * 2,
+        advantages=[-2.0, -2.0],
     )
-    assert loss == pytest.approx((3 * 2 + 2 * 2) / 2)  # ratio 5 counts as 3, ratio 2 as it is
+    assert loss == pytest.approx(
+        (3 * 2 + 2 * 2) / 2
+    )  # ratio 5 counts as 3, ratio 2 as it is
     assert gradient == pytest.approx([0.0, 2.0])
     assert metrics["dual_clip_fraction"] == 0.5
 
@@ -211,15 +253,23 @@ def test_gspo_clips_whole_sequences():
         advantages=[1.0] * 4,
     )
     assert loss == pytest.approx(-(1.2 + 1.0) / 2)
-    assert gradient == pytest.approx([0.0, 0.0, -0.25, -0.25])  # -s A / (sequences * tokens)
+    assert gradient == pytest.approx(
+        [0.0, 0.0, -0.25, -0.25]
+    )  # -s A / (sequences * tokens)
     assert metrics["clip_fraction"] == 0.5
 
 
 def test_sapo_has_the_policy_gradient_on_policy_and_fades_away_from_it():
     config = LossConfig("sapo", sapo_tau_positive=2.0)
-    loss, gradient, metrics = loss_and_gradient(config, [0.0], [1], old_log_probs=[0.0], advantages=[1.0])
-    assert (loss, gradient[0], metrics["sapo_gate"]) == pytest.approx((-1.0, -1.0, 1.0))  # sigmoid(0) * 4 / 2
-    _, gradient, _ = loss_and_gradient(config, logs(3.0), [1], old_log_probs=[0.0], advantages=[1.0])
+    loss, gradient, metrics = loss_and_gradient(
+        config, [0.0], [1], old_log_probs=[0.0], advantages=[1.0]
+    )
+    assert (loss, gradient[0], metrics["sapo_gate"]) == pytest.approx(
+        (-1.0, -1.0, 1.0)
+    )  # sigmoid(0) * 4 / 2
+    _, gradient, _ = loss_and_gradient(
+        config, logs(3.0), [1], old_log_probs=[0.0], advantages=[1.0]
+    )
     gate = 1 / (1 + math.exp(-2 * 2))
     assert gradient[0] == pytest.approx(-3 * 4 * gate * (1 - gate))
 
@@ -228,7 +278,10 @@ def test_sapo_has_the_policy_gradient_on_policy_and_fades_away_from_it():
 def test_without_old_log_probs_the_gradient_is_the_policy_gradient(name):
     advantages = [1.0, 1.0, -2.0]
     _, gradient, _ = loss_and_gradient(
-        LossConfig(name, aggregation="token_mean"), [-1.0, -2.0, -3.0], [2, 1], advantages=advantages
+        LossConfig(name, aggregation="token_mean"),
+        [-1.0, -2.0, -3.0],
+        [2, 1],
+        advantages=advantages,
     )
     assert gradient == pytest.approx([-advantage / 3 for advantage in advantages])
 
@@ -237,7 +290,10 @@ def test_a_custom_loss_reads_old_log_probs_of_the_only_update_as_the_current_one
     predictions = tokens_of([-1.0, -2.0, -3.0], [2, 1])
     old = predictions["old_log_probs"]
     assert old.tolist() == [-1.0, -2.0, -3.0] and not old.requires_grad
-    assert [part["old_log_probs"].tolist() for part in predictions.sequences()] == [[-1.0, -2.0], [-3.0]]
+    assert [part["old_log_probs"].tolist() for part in predictions.sequences()] == [
+        [-1.0, -2.0],
+        [-3.0],
+    ]
     assert tokens_of([-1.0], old_log_probs=[-4.0])["old_log_probs"].tolist() == [-4.0]
 
 
@@ -247,7 +303,10 @@ def test_a_custom_loss_reads_the_columns_and_objects_of_each_sequence() -> None:
     parts = list(predictions.sequences())
     assert [part["advantages"].tolist() for part in parts] == [[1.0, 2.0], [3.0]]
     assert [part.objects["session"] for part in parts] == [["first"], ["second"]]
-    assert [(part.num_sequences, part.sequence_index.tolist()) for part in parts] == [(1, [0, 0]), (1, [0])]
+    assert [(part.num_sequences, part.sequence_index.tolist()) for part in parts] == [
+        (1, [0, 0]),
+        (1, [0]),
+    ]
 
 
 def test_a_custom_loss_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
@@ -257,7 +316,11 @@ def test_a_custom_loss_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> N
         "def loss(predictions, config):\n"
         "    return -predictions.log_probs, {}\n"
     )
-    by_file = make_policy_loss(LossConfig("custom", function=f"{tmp_path / 'losses.py'}:loss")).loss
+    by_file = make_policy_loss(
+        LossConfig("custom", function=f"{tmp_path / 'losses.py'}:loss")
+    ).loss
     assert by_file is POLICY_LOSSES.pop("of a file")
-    by_name = make_policy_loss(LossConfig("custom", function="workers.model.losses.ratio_losses:gmpo")).loss
+    by_name = make_policy_loss(
+        LossConfig("custom", function="workers.model.losses.ratio_losses:gmpo")
+    ).loss
     assert by_name is POLICY_LOSSES["gmpo"]

@@ -13,7 +13,12 @@ from controller.config.offline import PreferenceLossConfig
 from controller.offline.preference_losses import pair_loss
 from tests.workers.model.cases import Way, random_plan, way
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
+from tests.workers.model.tiny import (
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+    unpacked_log_probs,
+)
 from workers.batch.dataproto import DataProto
 from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
@@ -29,7 +34,9 @@ def pairs() -> DataProto:
     """Ten sequences, of which every second one is rejected; all have tokens to learn."""
     sequences = random_sequences(COUNT + 2)
     parts = [sequences.slice(i, i + 1) for i in range(2, COUNT + 2)]
-    rows = [{name: part.tokens[name] for name in ("input_ids", "loss_mask")} for part in parts]
+    rows = [
+        {name: part.tokens[name] for name in ("input_ids", "loss_mask")} for part in parts
+    ]
     return DataProto.from_list(rows)
 
 
@@ -39,18 +46,28 @@ def expected(path: str) -> tuple[float, dict[str, Tensor]]:
     sequences = pairs()
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
     found = unpacked_log_probs(model, sequences)
-    summed = torch.stack([log_probs[mask].sum() for (log_probs, _), mask in zip(found, masks, strict=True)])
+    summed = torch.stack(
+        [log_probs[mask].sum() for (log_probs, _), mask in zip(found, masks, strict=True)]
+    )
     ratio = summed - torch.from_numpy(REFERENCE)
     loss = -logsigmoid(BETA * (ratio[0::2] - ratio[1::2])).mean()
     loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
-def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[str, Tensor]]:
+def on_a_rank(
+    path: str, way: Way, seed: int, layout: str
+) -> tuple[float, dict[str, Tensor]]:
     """What the trainer does, with the driver's part on every rank: (loss, whole gradients)."""
     model = ModelConfig(path=path, dtype="float64", layout=layout)
     engine = TrainingEngine(
-        model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel
+        model,
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
+        parallel=way.parallel,
     )
     every, share = pairs(), random_plan(way.dp, seed, COUNT)[dp_rank(engine.parallel)]
     mine = every.select_idxs(share.rows)
@@ -58,12 +75,17 @@ def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[
     log_probs[share.rows] = engine.sequence_log_probs(mine, share.micro_batches)
     for group in engine.data_parallel_groups:
         torch.distributed.all_reduce(log_probs, group=group)
-    found = pair_loss(PreferenceLossConfig(beta=BETA), log_probs.numpy(), REFERENCE, np.ones(COUNT))
+    found = pair_loss(
+        PreferenceLossConfig(beta=BETA), log_probs.numpy(), REFERENCE, np.ones(COUNT)
+    )
     coefficient = torch.from_numpy(found.coefficients)[share.rows]
     weighted = DataProto(mine.lengths, mine.tokens, {"coefficient": coefficient})
-    engine.forward_backward(weighted, share.micro_batches, weighted_log_probs, Denominators.of(every))
+    engine.forward_backward(
+        weighted, share.micro_batches, weighted_log_probs, Denominators.of(every)
+    )
     return found.loss, {
-        name: full_tensor(p.grad).clone() for name, p in engine.module.model.named_parameters()
+        name: full_tensor(p.grad).clone()
+        for name, p in engine.module.model.named_parameters()
     }
 
 
@@ -74,11 +96,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("text", "layout"),
-    [("dp 1", "padded"), *((text, "packed") for text in ("ring 2", "tp 2", "dp 2, ulysses 2"))],
+    [
+        ("dp 1", "padded"),
+        *((text, "packed") for text in ("ring 2", "tp 2", "dp 2, ulysses 2")),
+    ],
 )
-def test_dpo_is_that_of_unpacked_sequences(ranks: RankPool, path: str, text: str, layout: str) -> None:
+def test_dpo_is_that_of_unpacked_sequences(
+    ranks: RankPool, path: str, text: str, layout: str
+) -> None:
     loss, gradients = expected(path)
-    for found_loss, found in ranks.run(on_a_rank, way(text).ranks, path, way(text), 3, layout):
+    for found_loss, found in ranks.run(
+        on_a_rank, way(text).ranks, path, way(text), 3, layout
+    ):
         assert found_loss == pytest.approx(loss, rel=1e-9)
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():

@@ -21,7 +21,9 @@ from workers.model.losses.returns import (
 )
 
 
-def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+def gae_by_paper(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> list[float]:
     """The sum of eq. 16, term by term."""
     after = [*values, 0.0]
     deltas = [reward + gamma * after[t + 1] - after[t] for t, reward in enumerate(rewards)]
@@ -38,10 +40,14 @@ def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: f
     lam=st.floats(0.0, 1.0),
     seed=st.integers(0, 99),
 )
-def test_gae_equals_the_paper_on_ragged_rows(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_gae_equals_the_paper_on_ragged_rows(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     rewards, values = rng.normal(size=(2, sum(lengths)))
-    advantages, returns = gae(rewards, values, np.array(lengths, dtype=np.int64), gamma=gamma, lam=lam)
+    advantages, returns = gae(
+        rewards, values, np.array(lengths, dtype=np.int64), gamma=gamma, lam=lam
+    )
     expected, start = [], 0
     for length in lengths:
         row = slice(start, start + length)
@@ -75,7 +81,12 @@ def test_a_penalty_is_taken_from_every_token_and_adds_up_over_the_sequence() -> 
             "old_log_probs": [9.0, -1.0, -2.0],
             "reference_log_probs": [-9.0, -1.5, -1.0],
         },
-        {"input_ids": [1], "loss_mask": [False], "old_log_probs": [1.0], "reference_log_probs": [2.0]},
+        {
+            "input_ids": [1],
+            "loss_mask": [False],
+            "old_log_probs": [1.0],
+            "reference_log_probs": [2.0],
+        },
         {
             "input_ids": [1, 2],
             "loss_mask": [False, True],
@@ -93,7 +104,9 @@ def test_a_penalty_is_taken_from_every_token_and_adds_up_over_the_sequence() -> 
 
 
 def test_whitening_is_that_of_float64_even_far_from_zero() -> None:
-    values = 1e6 + torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = 1e6 + torch.randn(
+        50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     expected = (values - values.mean()) / values.std(correction=0)
     torch.testing.assert_close(whiten(values), expected, rtol=0, atol=1e-5)
     assert whiten(torch.full((3,), 0.1)).tolist() == [0.0] * 3

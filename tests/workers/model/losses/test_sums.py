@@ -34,29 +34,43 @@ def importance_sampling(
     return -(log_probs - sampled).exp() * advantage
 
 
-def ppo(log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig) -> Tensor:
+def ppo(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
     ratios = (log_probs - sampled).exp()
-    clipped = torch.tensor([bounded(r, config) for r in ratios.tolist()], dtype=torch.float64)
-    return torch.where(clipped * advantage < ratios * advantage, -clipped * advantage, -ratios * advantage)
+    clipped = torch.tensor(
+        [bounded(r, config) for r in ratios.tolist()], dtype=torch.float64
+    )
+    return torch.where(
+        clipped * advantage < ratios * advantage, -clipped * advantage, -ratios * advantage
+    )
 
 
-def cispo(log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig) -> Tensor:
+def cispo(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
     weights = [bounded(math.exp(d), config) for d in (log_probs - sampled).tolist()]
     return -torch.tensor(weights, dtype=torch.float64) * advantage * log_probs
 
 
-def dro(log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig) -> Tensor:
+def dro(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
     return -(log_probs * advantage - 0.5 * config.beta * (log_probs - sampled) ** 2)
 
 
-def gspo(log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig) -> Tensor:
+def gspo(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
     """The sequence form, repeated at each token."""
     ratio = (log_probs.sum() - sampled.sum()).div(len(log_probs)).exp()
     clipped = ratio.clamp(config.ratio_low, config.ratio_high)
     return -torch.minimum(ratio * advantage, clipped * advantage).expand(len(log_probs))
 
 
-def cross_entropy(log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig) -> Tensor:
+def cross_entropy(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
     return -sampled * log_probs  # the test's weights
 
 
@@ -74,7 +88,10 @@ def sequences(name: str) -> DataProto:
     """Without a mask for gspo, whose tokens share their ratio's gradient."""
     found = with_log_probs(random_sequences())
     mask = (torch.arange(found.num_tokens) % 5 > 0) | (name == "gspo")
-    tokens = found.tokens | {"weights": found.tokens["rollout_log_probs"], "mask": mask.double()}
+    tokens = found.tokens | {
+        "weights": found.tokens["rollout_log_probs"],
+        "mask": mask.double(),
+    }
     return replace(found, tokens=tokens)
 
 
@@ -85,21 +102,30 @@ def expected(name: str, config: SumLossConfig) -> tuple[float, list[Tensor]]:
         log_probs = part.tokens["log_probs"].clone().requires_grad_()
         learned = part.tokens["loss_mask"]
         if learned.any():
-            sampled, advantage = part.tokens["rollout_log_probs"][learned], float(part.columns["advantages"])
+            sampled, advantage = (
+                part.tokens["rollout_log_probs"][learned],
+                float(part.columns["advantages"]),
+            )
             losses = REFERENCES[name](log_probs[learned], sampled, advantage, config)
             loss = (losses * part.tokens["mask"][learned]).sum()
             loss.backward()
             total += loss.item()
-        gradients.append(torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad)
+        gradients.append(
+            torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
+        )
     return total, gradients
 
 
 @settings(max_examples=10, deadline=None)
 @given(cuts=st.lists(st.integers(1, 10), max_size=4, unique=True))
 @pytest.mark.parametrize("name", SUM_LOSS_NAMES)
-def test_a_sum_is_its_definition_however_the_batch_is_cut(name: str, cuts: list[int]) -> None:
+def test_a_sum_is_its_definition_however_the_batch_is_cut(
+    name: str, cuts: list[int]
+) -> None:
     config = SumLossConfig(name, ratio_low=0.7, ratio_high=1.4, beta=0.3)
-    loss, gradients, _ = computed_in_parts(sequences(name), cuts, make_sum_loss(config), ONE)
+    loss, gradients, _ = computed_in_parts(
+        sequences(name), cuts, make_sum_loss(config), ONE
+    )
     known_loss, known = expected(name, config)
     assert loss == pytest.approx(known_loss, rel=1e-12)
     for found, gradient in zip(gradients, known, strict=True):

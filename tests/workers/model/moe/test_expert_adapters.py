@@ -62,7 +62,9 @@ def peft_gradients(model: peft.PeftModel) -> dict[str, Tensor]:
     (-log_probs[mask].sum() / mask.sum()).backward()
     named = model.named_parameters()
     return {
-        name.replace(".default.", "."): parameter.grad for name, parameter in named if parameter.requires_grad
+        name.replace(".default.", "."): parameter.grad
+        for name, parameter in named
+        if parameter.requires_grad
     }
 
 
@@ -79,7 +81,10 @@ def gradients(engine: TrainingEngine) -> dict[str, Tensor]:
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
             parameter.data.copy_(parameter.grad)
-    return {name: full_tensor(value).clone() for name, value in engine._adapter_weights("test").items()}
+    return {
+        name: full_tensor(value).clone()
+        for name, value in engine._adapter_weights("test").items()
+    }
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -89,7 +94,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ep and fsdp": (4, {"expert_parallel": 2}),
     "tp": (2, {"tensor_parallel": 2}),
 }
-CASES = [case for case in itertools.product(FAMILIES, LAYOUTS) if case != ("gpt_oss", "tp")]  # not shared
+CASES = [
+    case for case in itertools.product(FAMILIES, LAYOUTS) if case != ("gpt_oss", "tp")
+]  # not shared
 
 
 @pytest.mark.drawn(3)
@@ -147,7 +154,11 @@ def test_a_models_own_pass_has_the_adapters_of_a_folder(tmp_path: Path) -> None:
     ids = torch.arange(9)[None]
     torch.testing.assert_close(own(input_ids=ids).logits, by_peft(input_ids=ids).logits)
     stored = dict(stored_expert_weights(own, torch.device("cpu")))
-    assert {tuple(weight.shape) for weight in stored.values()} == {(8, 32), (32, 8), (8, 16)}
+    assert {tuple(weight.shape) for weight in stored.values()} == {
+        (8, 32),
+        (32, 8),
+        (8, 16),
+    }
 
 
 @pytest.mark.parametrize(
@@ -155,14 +166,28 @@ def test_a_models_own_pass_has_the_adapters_of_a_folder(tmp_path: Path) -> None:
     [
         ("qwen2", {}, {}, "target_parameters=experts"),
         ("qwen3_moe", {"target_parameters": "experts.w1"}, {}, "experts.w1 is not known"),
-        ("qwen3_moe", {"target_parameters": ""}, {}, "Set experts.down_proj,experts.gate_up_proj"),
-        ("qwen3_moe", {"target_parameters": "experts.down_proj"}, {}, "target_parameters=experts.down_proj"),
+        (
+            "qwen3_moe",
+            {"target_parameters": ""},
+            {},
+            "Set experts.down_proj,experts.gate_up_proj",
+        ),
+        (
+            "qwen3_moe",
+            {"target_parameters": "experts.down_proj"},
+            {},
+            "target_parameters=experts.down_proj",
+        ),
         ("qwen3_moe", {}, {"target_parameters": None}, "Set none"),
         ("qwen3_moe", {"rank": 3}, {"r": 3}, "has the shape"),
     ],
 )
 def test_other_experts_than_the_model_or_the_folder_has_are_refused_by_name(
-    tmp_path: Path, family: str, settings: dict[str, Any], stored: dict[str, Any], named: str
+    tmp_path: Path,
+    family: str,
+    settings: dict[str, Any],
+    stored: dict[str, Any],
+    named: str,
 ) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     folder = tmp_path / "adapters"

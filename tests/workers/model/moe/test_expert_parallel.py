@@ -20,7 +20,11 @@ def shapes(
             others.add(weight.device_mesh.mesh_dim_names)
         elif ".layers.0." in name:
             local = tuple(weight.to_local().shape)
-            experts[name.rpartition(".")[2]] = (tuple(weight.shape), local, weight.device_mesh.mesh_dim_names)
+            experts[name.rpartition(".")[2]] = (
+                tuple(weight.shape),
+                local,
+                weight.device_mesh.mesh_dim_names,
+            )
     return experts, others
 
 
@@ -35,7 +39,9 @@ def test_experts_are_cut_by_number_first_and_all_else_over_all_ranks(
     ranks: RankPool, tmp_path, count, gate_up, down
 ):
     """Two ranks that hold the same experts cut them again, by number if that divides."""
-    path = save_tiny_model(tmp_path, "qwen3_moe", tie_word_embeddings=False, num_experts=count)
+    path = save_tiny_model(
+        tmp_path, "qwen3_moe", tie_word_embeddings=False, num_experts=count
+    )
     mesh = ("expert_shard", "ep")
     for experts, others in ranks.run(shapes, 4, path, ParallelConfig(expert_parallel=2)):
         assert experts == {"gate_up_proj": (*gate_up, mesh), "down_proj": (*down, mesh)}

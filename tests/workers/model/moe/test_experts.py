@@ -12,7 +12,12 @@ from controller.config import load
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.exact import CountedCalls
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config
+from tests.workers.model.tiny import (
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+    tiny_config,
+)
 from workers.config.roles import OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
@@ -23,7 +28,9 @@ from workers.model.sharding.tensor_parallel import find_experts
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_rows_by_expert_give_what_transformers_gives(family: str, dtype: torch.dtype) -> None:
+def test_rows_by_expert_give_what_transformers_gives(
+    family: str, dtype: torch.dtype
+) -> None:
     """With biases or not, an expert without tokens and one with most."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float64)
@@ -31,8 +38,12 @@ def test_rows_by_expert_give_what_transformers_gives(family: str, dtype: torch.d
     module: Any = find_experts(model)[0]
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    hidden = torch.randn(9, module.down_proj.shape[-1 if module.is_transposed else 1], dtype=torch.float64)
-    chosen = torch.tensor([[0, 2], [2, 0], [3, 2], [2, 3], [2, 0], [2, 3], [2, 0], [3, 0], [0, 2]])
+    hidden = torch.randn(
+        9, module.down_proj.shape[-1 if module.is_transposed else 1], dtype=torch.float64
+    )
+    chosen = torch.tensor(
+        [[0, 2], [2, 0], [3, 2], [2, 3], [2, 0], [2, 3], [2, 0], [3, 0], [0, 2]]
+    )
     given = hidden, torch.rand(9, 2, dtype=torch.float64)
     found = []
     for each in (torch.float64, dtype):
@@ -40,7 +51,9 @@ def test_rows_by_expert_give_what_transformers_gives(family: str, dtype: torch.d
         inputs = [tensor.to(each, copy=True).requires_grad_() for tensor in given]
         outputs = module(inputs[0], chosen, inputs[1])
         outputs.square().sum().backward()
-        found.append([outputs, *(tensor.grad for tensor in [*inputs, *module.parameters()])])
+        found.append(
+            [outputs, *(tensor.grad for tensor in [*inputs, *module.parameters()])]
+        )
         GroupedExperts().compute(module)
     for expected, actual in zip(*found, strict=True):
         assert relative_error(actual.double(), expected.double()) < (
@@ -50,8 +63,14 @@ def test_rows_by_expert_give_what_transformers_gives(family: str, dtype: torch.d
 
 def exchanges(arguments: dict[str, Any]) -> tuple[int, int]:
     """All-to-alls of a layer in a micro-batch, and how often the host waits for their sizes."""
-    engine = TrainingEngine(arguments.pop("model"), optimizer=OptimizerConfig(), total_steps=1, **arguments)
-    sequences, waits, read = random_sequences(dtype=torch.float32), Counter[str](), moe.on_host
+    engine = TrainingEngine(
+        arguments.pop("model"), optimizer=OptimizerConfig(), total_steps=1, **arguments
+    )
+    sequences, waits, read = (
+        random_sequences(dtype=torch.float32),
+        Counter[str](),
+        moe.on_host,
+    )
 
     def counted(*given: Any) -> list[list[int]]:
         waits["on_host"] += 1
@@ -59,17 +78,28 @@ def exchanges(arguments: dict[str, Any]) -> tuple[int, int]:
 
     moe.on_host = counted
     with CountedCalls() as calls:
-        engine.forward_backward(sequences, [(0, 5), (5, 11)], sft, Denominators.of(sequences))
+        engine.forward_backward(
+            sequences, [(0, 5), (5, 11)], sft, Denominators.of(sequences)
+        )
     moe.on_host = read
     return calls.counts["c10d.alltoall_base_.default"] // 4, waits["on_host"] // 4
 
 
-def test_recomputation_follows_the_routes_of_the_first_pass(ranks: RankPool, tmp_path) -> None:
+def test_recomputation_follows_the_routes_of_the_first_pass(
+    ranks: RankPool, tmp_path
+) -> None:
     """Counts, rows, weights and outputs travel; recomputed are rows and weights; gradients travel back."""
     path = save_tiny_model(tmp_path / "experts", "qwen3_moe", tie_word_embeddings=False)
-    shared = (f"model.path={path}", "policy.data_parallel=2", "policy.parallel.expert_parallel=2")
+    shared = (
+        f"model.path={path}",
+        "policy.data_parallel=2",
+        "policy.parallel.expert_parallel=2",
+    )
     for checkpointing, all_to_alls in (("false", 7), ("true", 9)):
-        config = load(write_workspace(tmp_path), (*shared, f"model.gradient_checkpointing={checkpointing}"))
+        config = load(
+            write_workspace(tmp_path),
+            (*shared, f"model.gradient_checkpointing={checkpointing}"),
+        )
         settings = worker_arguments(config, "policy")
         arguments = {name: settings[name] for name in ("model", "device", "parallel")}
         assert ranks.run(exchanges, 2, arguments) == [(all_to_alls, 1)] * 2

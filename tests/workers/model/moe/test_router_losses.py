@@ -13,7 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.ranks import RankError, RankPool
-from tests.workers.model.tiny import compute_in_float64, random_sequences, relative_error, save_tiny_model
+from tests.workers.model.tiny import (
+    compute_in_float64,
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+)
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import results
 from workers.config.roles import ModelConfig, OptimizerConfig
@@ -22,7 +27,9 @@ from workers.model.losses import Denominators
 from workers.model.rules.families import ROUTER_LOSS_FAMILIES
 
 
-def nothing_to_learn(predictions: Any, denominators: Denominators) -> tuple[Tensor, dict[str, Any]]:
+def nothing_to_learn(
+    predictions: Any, denominators: Denominators
+) -> tuple[Tensor, dict[str, Any]]:
     return 0.0 * predictions.log_probs.sum(), {}
 
 
@@ -33,7 +40,9 @@ def of_the_engine(
     engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
     compute_in_float64(engine.module.model)
     whole = [(0, len(sequences))]
-    metrics = engine.forward_backward(sequences, whole, nothing_to_learn, Denominators.of(sequences))
+    metrics = engine.forward_backward(
+        sequences, whole, nothing_to_learn, Denominators.of(sequences)
+    )
     return results(metrics), whole_gradients(engine)
 
 
@@ -47,13 +56,19 @@ def test_the_balance_of_one_sequence_in_one_layer_is_transformers_own_per_chosen
     path = save_tiny_model(tmp_path / "model", family, num_hidden_layers=1)
     sequences = random_sequences(1, seed=3)
     attention = "eager" if family == "gpt_oss" else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation=attention
+    )
     compute_in_float64(model)
-    outputs = model(input_ids=sequences.tokens["input_ids"][None], output_router_logits=True)
+    outputs = model(
+        input_ids=sequences.tokens["input_ids"][None], output_router_logits=True
+    )
     (outputs.aux_loss / 2).backward()
     weight = {"router_aux_loss_coefficient": 1.0}
     ((metrics, found),) = ranks.run(partial(of_the_engine, **weight), 1, sequences, path)
-    assert metrics["router_aux_loss"] == pytest.approx(outputs.aux_loss.item() / 2, rel=1e-6)
+    assert metrics["router_aux_loss"] == pytest.approx(
+        outputs.aux_loss.item() / 2, rel=1e-6
+    )
     routers = [name for name in found if name.endswith((".gate.weight", ".router.weight"))]
     assert routers
     for name in routers:
@@ -62,6 +77,13 @@ def test_the_balance_of_one_sequence_in_one_layer_is_transformers_own_per_chosen
 
 
 def test_a_model_without_routed_experts_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[0])
+    path = save_tiny_model(
+        tmp_path / "model", "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[0]
+    )
     with pytest.raises(RankError, match=r"model.router_aux_loss_coefficient"):
-        ranks.run(partial(of_the_engine, router_z_loss_coefficient=1.0), 1, random_sequences(1), path)
+        ranks.run(
+            partial(of_the_engine, router_z_loss_coefficient=1.0),
+            1,
+            random_sequences(1),
+            path,
+        )

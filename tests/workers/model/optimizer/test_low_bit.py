@@ -24,21 +24,29 @@ ERRORS = {"float32": 1e-5, "bfloat16": 0.006, "int8": 0.08}
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_values_of_8_bits_come_back_and_others_are_rounded_without_bias(signed: bool) -> None:
+def test_values_of_8_bits_come_back_and_others_are_rounded_without_bias(
+    signed: bool,
+) -> None:
     exponents = torch.arange(0.0, -15.0, -1.0)
     fractions = torch.arange(1.0, 2.0, 0.125)
     exact = (exponents.exp2()[:, None] * fractions).flatten()[None]
     exact = torch.cat([exact, -exact if signed else exact, torch.zeros(1, 16)], dim=-1)
     noise = torch.randint(-(2**31), 2**31, exact.shape, dtype=torch.int64).to(torch.int32)
     codes, block_exponents = encode(exact, noise, 128, signed=signed)
-    assert (codes.itemsize, block_exponents.itemsize, block_exponents.shape) == (1, 1, (1, 2))
+    assert (codes.itemsize, block_exponents.itemsize, block_exponents.shape) == (
+        1,
+        1,
+        (1, 2),
+    )
     assert torch.equal(decode(codes, block_exponents), exact)
     between = torch.full((4096, 16), 1.04)
     noise = torch.randint(-(2**31), 2**31, between.shape, dtype=torch.int64).to(torch.int32)
     rounded = decode(*encode(between, noise, 16, signed=signed))
     assert set(rounded.unique().tolist()) == {1.0, 1.125}
     assert rounded.double().mean().item() == pytest.approx(1.04, abs=2e-3)
-    assert rounded_to_bfloat16(between, noise).double().mean().item() == pytest.approx(1.04, abs=2e-4)
+    assert rounded_to_bfloat16(between, noise).double().mean().item() == pytest.approx(
+        1.04, abs=2e-4
+    )
 
 
 def test_a_second_moment_below_the_range_of_its_block_is_not_0() -> None:
@@ -48,13 +56,17 @@ def test_a_second_moment_below_the_range_of_its_block_is_not_0() -> None:
     assert decode(*encode(values, noise, 16, signed=True))[0, 1] == 0
 
 
-def updates(state_dtype: str, dtype: torch.dtype, name: str = "adamw") -> tuple[Tensor, Any]:
+def updates(
+    state_dtype: str, dtype: torch.dtype, name: str = "adamw"
+) -> tuple[Tensor, Any]:
     """Train 50 steps on gradients of four decades, shrinking a hundredfold at half time."""
     generator = torch.Generator().manual_seed(0)
     begin = torch.randn(24, 64, generator=generator) / 20
     scales = 10 ** (4 * torch.rand(24, 64, generator=generator) - 4)
     weight = torch.nn.Parameter(begin.to(dtype, copy=True))
-    config = OptimizerConfig(name=name, learning_rate=1e-3, weight_decay=0.1, state_dtype=state_dtype)
+    config = OptimizerConfig(
+        name=name, learning_rate=1e-3, weight_decay=0.1, state_dtype=state_dtype
+    )
     optimizer = make_optimizer([("w", weight)], config, {weight})
     for step in range(50):
         gradient = (torch.randn(24, 64, generator=generator) + 0.5) * scales
@@ -68,7 +80,9 @@ def test_fifty_steps_stay_near_those_of_float64(state_dtype: str) -> None:
     exact, _ = updates("float32", torch.float64)
     error = updates(state_dtype, torch.float32)[0].double() - exact
     assert (error.norm() / exact.norm()).item() < ERRORS[state_dtype]
-    assert (error * exact.sign()).mean().abs() / exact.abs().mean() < ERRORS[state_dtype] / 4
+    assert (error * exact.sign()).mean().abs() / exact.abs().mean() < ERRORS[
+        state_dtype
+    ] / 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -78,7 +92,10 @@ def test_states_take_the_bytes_that_they_promise(name: str) -> None:
     for state_dtype, size in sizes.items():
         _, optimizer = updates(state_dtype, torch.float32, name)
         (state,) = optimizer_state(optimizer).values()
-        assert sum(part.nbytes for part in state.values() if part.ndim) == moments * size * 24 * 64
+        assert (
+            sum(part.nbytes for part in state.values() if part.ndim)
+            == moments * size * 24 * 64
+        )
         clear_state(optimizer)
         assert not any(part.any() for part in state.values())
 
@@ -86,7 +103,9 @@ def test_states_take_the_bytes_that_they_promise(name: str) -> None:
 def test_vectors_keep_moments_in_float32_with_int8_alone() -> None:
     for state_dtype, expected in (("int8", torch.float32), ("bfloat16", torch.bfloat16)):
         vector = torch.nn.Parameter(torch.ones(64))
-        optimizer = make_optimizer([("norm", vector)], OptimizerConfig(state_dtype=state_dtype))
+        optimizer = make_optimizer(
+            [("norm", vector)], OptimizerConfig(state_dtype=state_dtype)
+        )
         assert optimizer_state(optimizer)[vector]["exp_avg"].dtype == expected
 
 
@@ -122,7 +141,9 @@ def test_moments_are_the_same_bits_on_any_number_of_ranks(
     expected = stepped(path, arguments)
     assert any(name.endswith("exponents") for name in expected) == (state_dtype == "int8")
     for layout in (way("dp 4"), way("dp 4, copies 2")):
-        (moments, *_) = ranks.run(stepped, layout.ranks, path, arguments | {"parallel": layout.parallel})
+        (moments, *_) = ranks.run(
+            stepped, layout.ranks, path, arguments | {"parallel": layout.parallel}
+        )
         assert_same(moments, expected, 0)
 
 
@@ -133,7 +154,11 @@ def test_a_run_resumes_to_the_bit_and_on_more_ranks(
 ) -> None:
     path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False, hidden_size=64)
     rate = "policy.optimizer.learning_rate=1e-4"
-    chosen = (f"policy.optimizer.state_dtype={state_dtype}", f"policy.optimizer.name={name}", rate)
+    chosen = (
+        f"policy.optimizer.state_dtype={state_dtype}",
+        f"policy.optimizer.name={name}",
+        rate,
+    )
     arguments = arguments_of(path, tmp_path, *chosen)
     saved = str(tmp_path / "saved")
     expected = trained(path, arguments, 1, range(4), "float32")
@@ -146,13 +171,21 @@ def test_a_run_resumes_to_the_bit_and_on_more_ranks(
 
 def test_a_skipped_step_leaves_the_states_as_they_are(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "tiny", hidden_size=64)
-    engine = build_engine(path, optimizer=OptimizerConfig(state_dtype="int8"), dtype="float32")
+    engine = build_engine(
+        path, optimizer=OptimizerConfig(state_dtype="int8"), dtype="float32"
+    )
     sequences = random_sequences(4, seed=0)
     for is_finite in (True, False):
         engine.forward_backward(sequences, [(0, 4)], sft, Denominators.of(sequences))
-        before = [part.clone() for state in engine.optimizer.state.values() for part in state.values()]
+        before = [
+            part.clone()
+            for state in engine.optimizer.state.values()
+            for part in state.values()
+        ]
         if not is_finite:
             next(engine.module.parameters()).grad.fill_(torch.nan)
         engine.optimizer_step()
     after = [part for state in engine.optimizer.state.values() for part in state.values()]
-    assert before and all(map(torch.equal, map(full_tensor, before), map(full_tensor, after)))
+    assert before and all(
+        map(torch.equal, map(full_tensor, before), map(full_tensor, after))
+    )

@@ -24,16 +24,30 @@ BETAS = {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
 
 def test_matrices_and_each_expert_take_torchs_step_and_all_else_adamws() -> None:
     torch.manual_seed(0)
-    shapes = {"wide": (3, 8), "tall": (9, 4), "experts": (3, 4, 6), "embedding": (5, 4), "norm": (4,)}
+    shapes = {
+        "wide": (3, 8),
+        "tall": (9, 4),
+        "experts": (3, 4, 6),
+        "embedding": (5, 4),
+        "norm": (4,),
+    }
     mine = {name: torch.nn.Parameter(torch.rand(shape)) for name, shape in shapes.items()}
     config = OptimizerConfig(name="muon", learning_rate=0.1, weight_decay=0.2)
-    optimizer = make_optimizer(mine.items(), config, {mine[name] for name in ("wide", "tall", "experts")})
+    optimizer = make_optimizer(
+        mine.items(), config, {mine[name] for name in ("wide", "tall", "experts")}
+    )
     theirs = {
-        name: torch.nn.Parameter(each.detach().clone()) for name, each in mine.items() if name != "experts"
+        name: torch.nn.Parameter(each.detach().clone())
+        for name, each in mine.items()
+        if name != "experts"
     }
     experts = [torch.nn.Parameter(each.clone()) for each in mine["experts"].detach()]
     expected = [
-        torch.optim.Muon([theirs["wide"], theirs["tall"], *experts], **RATES, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            [theirs["wide"], theirs["tall"], *experts],
+            **RATES,
+            adjust_lr_fn="match_rms_adamw",
+        ),
         torch.optim.AdamW([theirs["embedding"]], **RATES, **BETAS),
         torch.optim.AdamW([theirs["norm"]], lr=0.1, weight_decay=0.0, **BETAS),
     ]
@@ -70,7 +84,9 @@ def trained(
     for step in steps:
         whole, share = random_sequences(12, seed=step), 12 // sharing
         first = dp_rank(engine.parallel) * share
-        engine.forward_backward(whole.slice(first, first + share), [(0, share)], sft, Denominators.of(whole))
+        engine.forward_backward(
+            whole.slice(first, first + share), [(0, share)], sft, Denominators.of(whole)
+        )
         engine.optimizer_step()
     if saved and not steps.start:
         engine.save_checkpoint(f"{saved}/{steps.stop}", step=steps.stop)
@@ -99,11 +115,17 @@ def test_ranks_that_share_matrices_take_the_step_of_one_process(
     tmp_path: Path, ranks: RankPool, family: str, lora_rank: int, layouts: list[str]
 ) -> None:
     path = save_tiny_model(tmp_path / "tiny", family, tie_word_embeddings=False)
-    arguments = arguments_of(path, tmp_path, "policy.optimizer.name=muon", f"model.lora.rank={lora_rank}")
+    arguments = arguments_of(
+        path, tmp_path, "policy.optimizer.name=muon", f"model.lora.rank={lora_rank}"
+    )
     expected = trained(path, arguments, 1)
     for layout in map(way, layouts):
         for found in ranks.run(
-            trained, layout.ranks, path, arguments | {"parallel": layout.parallel}, layout.dp
+            trained,
+            layout.ranks,
+            path,
+            arguments | {"parallel": layout.parallel},
+            layout.dp,
         ):
             assert_same(found, expected, 1e-6)
 
@@ -111,7 +133,9 @@ def test_ranks_that_share_matrices_take_the_step_of_one_process(
 CUSTOM = f"policy.optimizer.name=custom policy.optimizer.function={__name__}:adagrad"
 
 
-def adagrad(named: list[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def adagrad(
+    named: list[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     """Its state begins at 0.1, unlike AdamW's."""
     return torch.optim.Adagrad(
         [each for _, each in named], lr=config.learning_rate, initial_accumulator_value=0.1
@@ -121,14 +145,22 @@ def adagrad(named: list[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("chosen", "rate"),
-    [("policy.optimizer.name=muon", 1e-5), ("policy.optimizer.name=sgd", 0.1), (CUSTOM, 1e-2)],
+    [
+        ("policy.optimizer.name=muon", 1e-5),
+        ("policy.optimizer.name=sgd", 0.1),
+        (CUSTOM, 1e-2),
+    ],
 )
-def test_a_run_resumes_on_another_layout(tmp_path: Path, ranks: RankPool, chosen: str, rate: float) -> None:
+def test_a_run_resumes_on_another_layout(
+    tmp_path: Path, ranks: RankPool, chosen: str, rate: float
+) -> None:
     """To the bit on one rank, in float32. On others gradients round otherwise, and bfloat16 magnifies that in
     Muon.
     """
     path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False)
-    arguments = arguments_of(path, tmp_path, *chosen.split(), f"policy.optimizer.learning_rate={rate}")
+    arguments = arguments_of(
+        path, tmp_path, *chosen.split(), f"policy.optimizer.learning_rate={rate}"
+    )
     shared = arguments | {"parallel": way("tp 2").parallel}
     expected = trained(path, arguments, 1, range(4), "float32")
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
@@ -136,4 +168,8 @@ def test_a_run_resumes_on_another_layout(tmp_path: Path, ranks: RankPool, chosen
     assert_same(trained(path, arguments, 1, range(2, 4), "float32", one), expected)
     ranks.run(trained, 2, path, shared, 1, range(2), "float32", two)
     assert_same(trained(path, arguments, 1, range(2, 4), "float32", two), expected, 1e-6)
-    assert_same(ranks.run(trained, 2, path, shared, 1, range(2, 4), "float32", one)[0], expected, 1e-6)
+    assert_same(
+        ranks.run(trained, 2, path, shared, 1, range(2, 4), "float32", one)[0],
+        expected,
+        1e-6,
+    )

@@ -26,7 +26,10 @@ def model(tmp_path_factory) -> str:
 def build(model: str, max_skipped_steps: int = 10) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, max_skipped_steps=max_skipped_steps)
     return TrainingEngine(
-        ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu"
+        ModelConfig(path=model, dtype="float64"),
+        optimizer=optimizer,
+        total_steps=10,
+        device="cpu",
     )
 
 
@@ -62,15 +65,21 @@ def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
     skipped = []
     for loss in (without_number(torch.inf), without_number(torch.nan)):
         engine.forward_backward(bad, ALL, loss, denominators)
-        skipped.append(engine.optimizer_step()["skipped_steps"].value * dist.get_world_size())
-    unchanged = all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+        skipped.append(
+            engine.optimizer_step()["skipped_steps"].value * dist.get_world_size()
+        )
+    unchanged = all(
+        torch.equal(weight, before[name]) for name, weight in engine.named_weights()
+    )
     for loss in (
         sft,
         without_number(torch.nan),
         without_number(torch.nan),
     ):  # a good one starts the count again
         engine.forward_backward(bad, ALL, loss, denominators)
-        skipped.append(engine.optimizer_step()["skipped_steps"].value * dist.get_world_size())
+        skipped.append(
+            engine.optimizer_step()["skipped_steps"].value * dist.get_world_size()
+        )
     engine.forward_backward(bad, ALL, without_number(torch.nan), denominators)
     with pytest.raises(NonFiniteError) as error:
         engine.optimizer_step()
@@ -91,14 +100,20 @@ def test_a_loss_without_number_on_one_rank_skips_the_step_on_all_and_too_many_st
         )
 
 
-def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_names_all_sequences_by_uid(model):
+def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_names_all_sequences_by_uid(
+    model,
+):
     engine = build(model, max_skipped_steps=1)
     sequences = random_sequences()
     objects = {"uid": np.array([f"{uid}" for uid in range(70, 81)], dtype=object)}
     uids = DataProto(sequences.lengths, sequences.tokens, sequences.columns, objects)
-    metrics = engine.forward_backward(uids, ALL, gradient_without_number, Denominators.of(sequences))
+    metrics = engine.forward_backward(
+        uids, ALL, gradient_without_number, Denominators.of(sequences)
+    )
     assert torch.isfinite(torch.tensor(metrics["loss"].value))
-    with pytest.raises(NonFiniteError, match=r"gradient.*rank 0: uid 70, .*uid 77 and 3 more"):
+    with pytest.raises(
+        NonFiniteError, match=r"gradient.*rank 0: uid 70, .*uid 77 and 3 more"
+    ):
         engine.optimizer_step()
 
 
@@ -110,10 +125,14 @@ def test_sequences_of_a_loss_without_number_are_named_by_uid_and_sample(model, s
     columns = sequences.columns | {"sample": torch.arange(11) + 20}
     objects = {"uid": np.array([f"{uid}" for uid in range(70, 81)], dtype=object)}
     bad = DataProto(sequences.lengths, sequences.tokens, columns, objects)
-    engine.forward_backward(bad, [(0, start), (start, 11)], without_number(torch.nan), Denominators.of(bad))
+    engine.forward_backward(
+        bad, [(0, start), (start, 11)], without_number(torch.nan), Denominators.of(bad)
+    )
     names = [f"uid {70 + row} sample {20 + row}" for row in range(start, 11)]
     rest = " and 1 more" if start == 2 else ""
-    with pytest.raises(NonFiniteError, match=f"the loss .*rank 0: {', '.join(names[:8])}{rest}. Look"):
+    with pytest.raises(
+        NonFiniteError, match=f"the loss .*rank 0: {', '.join(names[:8])}{rest}. Look"
+    ):
         engine.optimizer_step()
 
 
@@ -143,7 +162,9 @@ def test_an_id_outside_the_vocabulary_names_its_sequence(model, bad_id):
     sequences.tokens["input_ids"][int(sequences.lengths[:4].sum())] = bad_id
     for call in (
         lambda engine: engine.log_probs(sequences, ALL),
-        lambda engine: engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences)),
+        lambda engine: engine.forward_backward(
+            sequences, ALL, sft, Denominators.of(sequences)
+        ),
     ):
         with refused(f"sequence 4 holds the id {bad_id}", DataError):
             call(build(model))
@@ -151,8 +172,18 @@ def test_an_id_outside_the_vocabulary_names_its_sequence(model, bad_id):
 
 def test_positions_without_a_limit_of_their_own_have_none():
     assert max_positions(transformers.Qwen2Config(max_position_embeddings=64)) == 64
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-    assert max_positions(transformers.Qwen2Config(max_position_embeddings=64, rope_parameters=yarn)) is None
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }
+    assert (
+        max_positions(
+            transformers.Qwen2Config(max_position_embeddings=64, rope_parameters=yarn)
+        )
+        is None
+    )
     assert max_positions(transformers.XLNetConfig()) is None
 
 

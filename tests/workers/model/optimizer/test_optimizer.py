@@ -52,12 +52,20 @@ ENDS_HIGH = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
         (OptimizerConfig(schedule="linear"), [1, 0.75, 0.5, 0.25]),
         (OptimizerConfig(schedule="cosine"), [1, 0.853553, 0.5, 0.146447]),
         (OptimizerConfig(schedule="linear", **ENDS_HIGH), [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
-        (OptimizerConfig(schedule="cosine", **ENDS_HIGH), [1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+        (
+            OptimizerConfig(schedule="cosine", **ENDS_HIGH),
+            [1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2],
+        ),
         (
             OptimizerConfig(schedule="wsd", warmup_ratio=0.2, decay_ratio=0.4),
             [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
         ),
-        (OptimizerConfig(schedule="custom", schedule_function=OWN_SCHEDULE, warmup_steps=1), [0.5, 0.2, 0.4]),
+        (
+            OptimizerConfig(
+                schedule="custom", schedule_function=OWN_SCHEDULE, warmup_steps=1
+            ),
+            [0.5, 0.2, 0.4],
+        ),
         (
             OptimizerConfig(schedule="linear", total_steps=2),
             [1, 0.5, 0, 0],
@@ -86,11 +94,17 @@ def test_a_schedule_that_ends_within_its_warm_up_is_refused():
         factors(OptimizerConfig(schedule="cosine", warmup_steps=5), 5)
 
 
-@pytest.mark.parametrize(("name", "decay_on", "left"), [("adamw", "matrices", 1.0), ("sgd", "all", 0.95)])
+@pytest.mark.parametrize(
+    ("name", "decay_on", "left"), [("adamw", "matrices", 1.0), ("sgd", "all", 0.95)]
+)
 def test_matrices_decay_and_others_if_asked(name: str, decay_on: str, left: float) -> None:
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     config = OptimizerConfig(
-        name=name, learning_rate=0.1, weight_decay=0.5, weight_decay_on=decay_on, momentum=0.0
+        name=name,
+        learning_rate=0.1,
+        weight_decay=0.5,
+        weight_decay_on=decay_on,
+        momentum=0.0,
     )
     optimizer = make_optimizer([("matrix", matrix), ("vector", vector)], config)
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
@@ -107,8 +121,12 @@ def test_making_the_state_leaves_decaying_weights_and_rates_as_they_are(name: st
     optimizer = make_optimizer([("weight", weight)], config)
     state = optimizer_state(optimizer)[weight]
     assert weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1] * len(optimizer.param_groups)
-    assert state and all(not value.any() for value in state.values() if isinstance(value, torch.Tensor))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1] * len(
+        optimizer.param_groups
+    )
+    assert state and all(
+        not value.any() for value in state.values() if isinstance(value, torch.Tensor)
+    )
 
 
 def test_frozen_parameters_are_left_out():
@@ -116,8 +134,12 @@ def test_frozen_parameters_are_left_out():
         torch.nn.Parameter(torch.ones(1)),
         torch.nn.Parameter(torch.ones(1), requires_grad=False),
     )
-    optimizer = make_optimizer([("trainable", trainable), ("frozen", frozen)], OptimizerConfig())
-    assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [trainable]
+    optimizer = make_optimizer(
+        [("trainable", trainable), ("frozen", frozen)], OptimizerConfig()
+    )
+    assert [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ] == [trainable]
 
 
 SHAPES = [(3, 4), (5,), (40, 3), (2, 2), (7,), (6, 6), (0, 3), (1,)]
@@ -128,9 +150,13 @@ def trained(offload: bool) -> list[torch.Tensor]:
     step.
     """
     generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.rand(shape, generator=generator)) for shape in SHAPES]
+    parameters = [
+        torch.nn.Parameter(torch.rand(shape, generator=generator)) for shape in SHAPES
+    ]
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.1)
-    optimizer = make_optimizer([(str(i), each) for i, each in enumerate(parameters)], config, offload=offload)
+    optimizer = make_optimizer(
+        [(str(i), each) for i, each in enumerate(parameters)], config, offload=offload
+    )
     schedule = make_schedule(optimizer, OptimizerConfig(warmup_steps=2), 10)
     for step in range(3):
         for index, parameter in enumerate(parameters):
@@ -140,7 +166,9 @@ def trained(offload: bool) -> list[torch.Tensor]:
         optimizer.step()
         schedule.step()
         moments = [
-            part + 0 for state in optimizer_state(optimizer).values() for part in state.values()
+            part + 0
+            for state in optimizer_state(optimizer).values()
+            for part in state.values()
         ]  # read
     return [*(parameter.detach() for parameter in parameters), *moments]
 
@@ -155,7 +183,9 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.model.optimizer.optimizer.BUCKET", 20)
 
 
-def test_steps_with_the_state_in_host_memory_are_equal_to_the_bit(small_buckets, monkeypatch):
+def test_steps_with_the_state_in_host_memory_are_equal_to_the_bit(
+    small_buckets, monkeypatch
+):
     expected, streams = trained(False), []
     assert all(map(torch.equal, trained(True), expected))
     monkeypatch.setattr(
@@ -210,11 +240,15 @@ MATRICES = r"(_proj|embed_tokens|wte|conv1d)(\.weight)?$"
     ],
 )
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_biases_and_states_are_vectors_in_whatever_shape_a_family_keeps_them(family: str, name: str) -> None:
+def test_biases_and_states_are_vectors_in_whatever_shape_a_family_keeps_them(
+    family: str, name: str
+) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family))
     packed = PackedCausalLM(model, ModelConfig(path=family))
-    names = {parameter: parameter_name for parameter_name, parameter in packed.named_parameters()}
+    names = {
+        parameter: parameter_name for parameter_name, parameter in packed.named_parameters()
+    }
     config = OptimizerConfig(name=name, weight_decay=0.1)
     optimizer = make_optimizer(packed.named_parameters(), config, packed.layer_matrices)
     of_a_step = StepSettings(weight_decay=0.3)
@@ -226,6 +260,8 @@ def test_biases_and_states_are_vectors_in_whatever_shape_a_family_keeps_them(fam
             for group in optimizer.param_groups:
                 members = [names[parameter] for parameter in group["params"]]
                 vectors = [member for member in members if re.search(VECTORS, member)]
-                assert not vectors or (group["weight_decay"] == 0 and "momentum" not in group), vectors
+                assert not vectors or (
+                    group["weight_decay"] == 0 and "momentum" not in group
+                ), vectors
                 matrices = [member for member in members if re.search(MATRICES, member)]
                 assert not matrices or group["weight_decay"] == decay, matrices

@@ -23,7 +23,11 @@ from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 
 OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.1
+    learning_rate=1e-2,
+    schedule="cosine",
+    warmup_steps=2,
+    weight_decay=0.1,
+    max_grad_norm=0.1,
 )
 WORK = ("backward", "backward", "step", "backward", "step", "log_probs", "backward", "step")
 """Of each policy, in this order, between the other's."""
@@ -47,10 +51,14 @@ def do(engine: TrainingEngine, policy: str, number: int) -> list[float]:
         return [metric.result() for _, metric in sorted(engine.optimizer_step().items())]
     whole = random_sequences(COUNT, seed=1000 * ord(policy) + number)
     share = COUNT // engine.parallel.dp
-    mine = whole.slice(dp_rank(engine.parallel) * share, (dp_rank(engine.parallel) + 1) * share)
+    mine = whole.slice(
+        dp_rank(engine.parallel) * share, (dp_rank(engine.parallel) + 1) * share
+    )
     if WORK[number] == "log_probs":
         return [float(engine.log_probs(mine, [(0, share)])[0].double().sum())]
-    engine.forward_backward(mine, [(0, share // 2), (share // 2, share)], sft, Denominators.of(whole))
+    engine.forward_backward(
+        mine, [(0, share // 2), (share // 2, share)], sft, Denominators.of(whole)
+    )
     return []
 
 
@@ -62,7 +70,9 @@ def orders(count: int) -> list[str]:
     return found
 
 
-def trained(model: str, order: str, settings: dict[str, object], policies: int = 2) -> dict[str, Trained]:
+def trained(
+    model: str, order: str, settings: dict[str, object], policies: int = 2
+) -> dict[str, Trained]:
     engine = build(model, policies, **settings)
     places, told = dict.fromkeys("ab", 0), dict[str, list[float]](a=[], b=[])
     for policy in order:
@@ -91,16 +101,31 @@ def all_orders(model: str, settings: dict[str, object]) -> list[dict[str, Traine
         (2, {"context_parallel": 2}),
         (2, {"pipeline_parallel": 2}),
         (1, {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-2)}),
-        (1, {"optimizer": OptimizerConfig(learning_rate=1e-2, state_dtype="int8"), "dtype": "float32"}),
+        (
+            1,
+            {
+                "optimizer": OptimizerConfig(learning_rate=1e-2, state_dtype="int8"),
+                "dtype": "float32",
+            },
+        ),
     ],
-    ids=["1 rank", "state in host memory", "2 ranks", "cp 2", "pp 2", "muon", "int8 states"],
+    ids=[
+        "1 rank",
+        "state in host memory",
+        "2 ranks",
+        "cp 2",
+        "pp 2",
+        "muon",
+        "int8 states",
+    ],
 )
 def test_policies_trained_in_turns_equal_each_trained_alone_to_the_bit(
     model: str, ranks: RankPool, count: int, settings: dict[str, object]
 ) -> None:
     for alone, *together in ranks.run(all_orders, count, model, settings):
         assert not any(
-            torch.equal(weight, alone["b"][0][name]) for name, weight in changed(alone["a"][0]).items()
+            torch.equal(weight, alone["b"][0][name])
+            for name, weight in changed(alone["a"][0]).items()
         )
         for found, policy in itertools.product(together, "ab"):
             assert found[policy][1] == alone[policy][1]
@@ -179,7 +204,9 @@ def test_the_only_policy_of_a_checkpoint_becomes_the_first_one_that_is_named(
     assert_same(weights(several), weights(build(model, 1)))
 
 
-def test_one_policy_more_is_refused_and_an_engine_without_adapters_has_none(model: str) -> None:
+def test_one_policy_more_is_refused_and_an_engine_without_adapters_has_none(
+    model: str,
+) -> None:
     engine = build(model, 2)
     for policy in "ab":
         engine.use_adapters(policy)
@@ -195,7 +222,9 @@ def test_skipped_steps_count_for_their_policy_alone(model: str) -> None:
     def skip(policy: str) -> None:
         engine.use_adapters(policy)
         do(engine, policy, 0)
-        next(each for each in engine.module.parameters() if each.grad is not None).grad.mul_(np.nan)
+        next(
+            each for each in engine.module.parameters() if each.grad is not None
+        ).grad.mul_(np.nan)
         engine.optimizer_step()
 
     skip("a")
@@ -215,9 +244,15 @@ def test_engines_get_the_adapters_of_the_policy_in_use(model: str, tmp_path: Pat
     assert not dist.get_rank()
     for policy, files in sent.items():
         written = {
-            file.name: file.read_bytes() for file in (tmp_path / policy).iterdir() if file.name in files
+            file.name: file.read_bytes()
+            for file in (tmp_path / policy).iterdir()
+            if file.name in files
         }
         assert {name: data.tobytes() for name, data in files.items()} == written
-    (first, second) = (load(files["adapter_model.safetensors"].tobytes()) for files in sent.values())
+    (first, second) = (
+        load(files["adapter_model.safetensors"].tobytes()) for files in sent.values()
+    )
     assert first.keys() == second.keys()
-    assert not any(torch.equal(first[name], second[name]) for name in first if ".lora_B." in name)
+    assert not any(
+        torch.equal(first[name], second[name]) for name in first if ".lora_B." in name
+    )

@@ -15,7 +15,10 @@ from workers.model.rows.prefix_rows import pack_shared
 def rows(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
     """Row i counts up from 100 * i; all but the first token are predicted."""
     return [
-        {"input_ids": 100 * index + torch.arange(length), "loss_mask": torch.arange(length) > 0}
+        {
+            "input_ids": 100 * index + torch.arange(length),
+            "loss_mask": torch.arange(length) > 0,
+        }
         for index, length in enumerate(lengths)
     ]
 
@@ -26,7 +29,9 @@ lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 @given(lengths_strategy)
 def test_packed_row_restarts_positions_and_predicts_within_sequences(lengths):
     row = pack(DataProto.from_list(rows(lengths)))
-    assert row.position_ids[0].tolist() == [position for length in lengths for position in range(length)]
+    assert row.position_ids[0].tolist() == [
+        position for length in lengths for position in range(length)
+    ]
     assert row.lengths == row.padded_lengths == tuple(lengths)
     # With ids 100 * sequence + position, the token before a target is its id less one, in the same sequence.
     assert (row.input_ids[0, row.predicting] == row.targets - 1).all()
@@ -50,12 +55,17 @@ def test_only_tokens_with_loss_mask_are_predicted():
 
 
 @pytest.mark.parametrize("lay_out", [pack, pad, pack_shared])
-def test_an_empty_micro_batch_predicts_nothing_and_a_first_token_in_the_loss_is_refused(lay_out):
+def test_an_empty_micro_batch_predicts_nothing_and_a_first_token_in_the_loss_is_refused(
+    lay_out,
+):
     empty = lay_out(DataProto.from_list(rows([3])).slice(1, 1), 4)
     assert empty.input_ids.shape == empty.position_ids.shape == (1, 4)
     assert len(empty.targets) == 0
     batch = DataProto.from_list(
-        [{"input_ids": [1, 2], "loss_mask": [False, True]}, {"input_ids": [1, 2], "loss_mask": [True, True]}]
+        [
+            {"input_ids": [1, 2], "loss_mask": [False, True]},
+            {"input_ids": [1, 2], "loss_mask": [True, True]},
+        ]
     )
     with refused("sequence 1", DataError):
         lay_out(batch)
@@ -64,14 +74,39 @@ def test_an_empty_micro_batch_predicts_nothing_and_a_first_token_in_the_loss_is_
 def test_p2_p3_each_sequence_is_padded_and_both_lengths_are_kept():
     """For cp = 2; ids are 1 to 4, so that padding shows as 0."""
     sequences = [[1] * 2, [2] * 4, [3] * 6, [4]]
-    batch = DataProto.from_list([{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences])
+    batch = DataProto.from_list(
+        [{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences]
+    )
     row = pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
     assert (row.lengths, row.padded_lengths) == ((2, 4, 6, 1), (4, 4, 8, 4))
-    assert row.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
+    assert row.input_ids[0].tolist() == [
+        1,
+        1,
+        0,
+        0,
+        2,
+        2,
+        2,
+        2,
+        3,
+        3,
+        3,
+        3,
+        3,
+        3,
+        0,
+        0,
+        4,
+        0,
+        0,
+        0,
+    ]
 
 
 @given(lengths_strategy, st.integers(1, 5))
-def test_p3_m1_padding_and_padded_rows_leave_the_predicted_tokens_as_they_are(lengths, multiple):
+def test_p3_m1_padding_and_padded_rows_leave_the_predicted_tokens_as_they_are(
+    lengths, multiple
+):
     batch = DataProto.from_list(rows(lengths))
     packed, padded = pack(batch, multiple), pad(batch, multiple)
     assert max(packed.padded_lengths) % multiple == 0
@@ -94,13 +129,24 @@ def assert_predictions_are_those_of(plain: ModelInput, padded: ModelInput) -> No
     assert ids[padded.predicting].tolist() == plain_ids[plain.predicting].tolist()
 
 
-@given(lengths_strategy, st.integers(1, 5), st.integers(0, 20), st.sampled_from(["packed", "padded"]))
+@given(
+    lengths_strategy,
+    st.integers(1, 5),
+    st.integers(0, 20),
+    st.sampled_from(["packed", "padded"]),
+)
 @settings(max_examples=30)
-def test_d2_m3_no_micro_batch_of_a_plan_has_more_cells_than_the_cap(lengths, multiple, spare, layout):
+def test_d2_m3_no_micro_batch_of_a_plan_has_more_cells_than_the_cap(
+    lengths, multiple, spare, layout
+):
     batch = DataProto.from_list(rows(lengths))
     cap = -(-max(lengths) // multiple) * multiple + spare
-    plan = plan_batch(lengths, ranks=1, max_tokens=cap, layout=layout, length_multiple=multiple).for_rank(0)
+    plan = plan_batch(
+        lengths, ranks=1, max_tokens=cap, layout=layout, length_multiple=multiple
+    ).for_rank(0)
     ordered = batch.select_idxs(plan.rows)
     for start, stop in plan.mini_batches[0].micro_batches:
-        laid_out = (pack if layout == "packed" else pad)(ordered.slice(start, stop), multiple)
+        laid_out = (pack if layout == "packed" else pad)(
+            ordered.slice(start, stop), multiple
+        )
         assert laid_out.input_ids.numel() <= cap

@@ -54,7 +54,9 @@ def groups(*shapes: tuple[int, list[int]]) -> DataProto:
     rows = []
     for group, (prompt, responses) in enumerate(shapes):
         for index, response in enumerate(responses):
-            ids = torch.cat([torch.full((prompt,), 1000 + group), torch.full((response,), index)])
+            ids = torch.cat(
+                [torch.full((prompt,), 1000 + group), torch.full((response,), index)]
+            )
             rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= prompt})
     return DataProto.from_list(rows)
 
@@ -70,7 +72,11 @@ def test_a_row_computes_each_shared_token_once():
     assert letters(row) == "pppaabbcdd"
     assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 5, 6]
     assert row.cells.tolist() == [0, 1, 2, 5, 6, 7, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 8, 9]
-    assert [(run.parent, run.shared, run.level) for run in row.runs] == [(-1, 0, 0), (0, 3, 1), (1, 2, 2)]
+    assert [(run.parent, run.shared, run.level) for run in row.runs] == [
+        (-1, 0, 0),
+        (0, 3, 1),
+        (1, 2, 2),
+    ]
     assert list(row.shared) == [0, 3, 5]
     assert read_last(row, sequences).predicting.tolist() == [7, 4, 9]
     # The last p predicts the first token of every response.
@@ -78,39 +84,59 @@ def test_a_row_computes_each_shared_token_once():
     assert "".join(map(chr, row.targets.tolist())) == "ppbbcppaappbbdd"
     assert row.sequence_index.tolist() == [0] * 5 + [1] * 4 + [2] * 6
     padded = pack_shared(sequences_of("pppaa", "pppb"), multiple=4)
-    assert (padded.input_ids.shape, padded.lengths, padded.padded_lengths) == ((1, 8), (6,), (8,))
+    assert (padded.input_ids.shape, padded.lengths, padded.padded_lengths) == (
+        (1, 8),
+        (6,),
+        (8,),
+    )
 
 
 @pytest.mark.parametrize(
     ("sequences", "minimum", "row"),
     [
         (["pppaab", "pppaac", "pppd", "pq"], 1, "pppaabcdq"),
-        (["pppaab", "pppaac", "pppd", "pq"], 2, "pppaabcdpq"),  # aa is two more than ppp; p is one
-        (["pppaab", "pppaac", "pppd", "pq"], 4, "pppaabcpppdpq"),  # ppp alone is too short for d
+        (
+            ["pppaab", "pppaac", "pppd", "pq"],
+            2,
+            "pppaabcdpq",
+        ),  # aa is two more than ppp; p is one
+        (
+            ["pppaab", "pppaac", "pppd", "pq"],
+            4,
+            "pppaabcpppdpq",
+        ),  # ppp alone is too short for d
         (["pppaab", "pppaac", "pppd", "pq"], 6, "pppaabpppaacpppdpq"),
         # up to 16 own tokens for each that is shared
         (["p" + "a" * 16, "p" + "b" * 16], 1, "p" + "a" * 16 + "b" * 16),
         (["p" + "a" * 16, "p" + "b" * 17], 1, "p" + "a" * 16 + "p" + "b" * 17),
-        (["abc", "abc", "abc"], 1, "abccc"),  # equal sequences share all but their last token
+        (
+            ["abc", "abc", "abc"],
+            1,
+            "abccc",
+        ),  # equal sequences share all but their last token
     ],
 )
 def test_prefixes_that_are_too_short_are_computed_again(sequences, minimum, row):
     assert letters(pack_shared(sequences_of(*sequences), minimum=minimum)) == row
 
 
-@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 5), st.sampled_from([1, 4]))
+@given(
+    st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 5), st.sampled_from([1, 4])
+)
 @settings(deadline=None, max_examples=60)
 def test_random_trees_give_back_every_sequence(seed, count, minimum, multiple):
     sequences = random_sequences(count, seed, branching=True)
     row = pack_shared(sequences, multiple, minimum)
     used = sum(run.length for run in row.runs)
     assert used == sequences.num_tokens - sum(row.shared)
-    assert sorted(cell for run in row.runs for cell in range(run.first, run.first + run.length)) == list(
-        range(used)
-    )
+    assert sorted(
+        cell for run in row.runs for cell in range(run.first, run.first + run.length)
+    ) == list(range(used))
     packed = pack(sequences)
     assert row.targets.equal(packed.targets)
-    assert row.position_ids[0, row.predicting].equal(packed.position_ids[0, packed.predicting])
+    assert row.position_ids[0, row.predicting].equal(
+        packed.position_ids[0, packed.predicting]
+    )
     assert row.input_ids[0, row.predicting].equal(packed.input_ids[0, packed.predicting])
 
 
@@ -119,7 +145,9 @@ def visible(row: PackedRow) -> Tensor:
     path.
     """
     if not isinstance(row, SharedRow):
-        return torch.block_diag(*(torch.ones(length, length).tril() for length in row.padded_lengths)).bool()
+        return torch.block_diag(
+            *(torch.ones(length, length).tril() for length in row.padded_lengths)
+        ).bool()
     width = row.input_ids.shape[1]
     seen = torch.eye(width, dtype=torch.bool)
     for run in row.runs:
@@ -131,11 +159,15 @@ def visible(row: PackedRow) -> Tensor:
             seen[own, above.first : above.first + shared] = True
             parent, shared = above.parent, above.shared
     padding = slice(row.lengths[0], width)
-    seen[padding, padding] = torch.ones(width - row.lengths[0], width - row.lengths[0]).tril().bool()
+    seen[padding, padding] = (
+        torch.ones(width - row.lengths[0], width - row.lengths[0]).tril().bool()
+    )
     return seen
 
 
-def random_inputs(row: PackedRow, heads: tuple[int, int], seed: int, dim: int = 8) -> list[Tensor]:
+def random_inputs(
+    row: PackedRow, heads: tuple[int, int], seed: int, dim: int = 8
+) -> list[Tensor]:
     """query, key, value and the gradient of the output, for the whole row."""
     generator = torch.Generator().manual_seed(seed)
     width, (query_heads, key_heads) = row.input_ids.shape[1], heads
@@ -145,7 +177,9 @@ def random_inputs(row: PackedRow, heads: tuple[int, int], seed: int, dim: int = 
         (1, key_heads, width, dim),
         (1, width, query_heads, dim),
     ]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    ]
 
 
 def by_mask(row: PackedRow, inputs: list[Tensor]) -> list[Tensor]:
@@ -200,18 +234,30 @@ def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monk
     monkeypatch.setattr(
         shared_attention.F,
         "scaled_dot_product_attention",
-        lambda q, k, v, mask, **options: calls.append(mask) or attend(q, k, v, mask, **options),
+        lambda q, k, v, mask, **options: (
+            calls.append(mask) or attend(q, k, v, mask, **options)
+        ),
     )
     for samples, own, expected in ((40, 1, 2), (4, 60, 0)):
         responses = [
-            torch.cat([torch.arange(40), torch.full((own,), 100 + sample)]) for sample in range(samples)
+            torch.cat([torch.arange(40), torch.full((own,), 100 + sample)])
+            for sample in range(samples)
         ]
-        two = [torch.cat([torch.tensor([200 + group]), ids]) for group in range(2) for ids in responses]
+        two = [
+            torch.cat([torch.tensor([200 + group]), ids])
+            for group in range(2)
+            for ids in responses
+        ]
         row = pack_shared(
-            DataProto.from_list([{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two])
+            DataProto.from_list(
+                [{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two]
+            )
         )
         calls.clear()
-        query, key = torch.randn(1, 8, row.lengths[0], 64), torch.randn(1, 2, row.lengths[0], 64)
+        query, key = (
+            torch.randn(1, 8, row.lengths[0], 64),
+            torch.randn(1, 2, row.lengths[0], 64),
+        )
         SharedAttention(row, CPU)(query, key, key, 0.1)
         assert len(calls) == expected
 
@@ -225,7 +271,9 @@ class OnCuda(Tensor):
     [(64, [4] * 16, [True]), (900, [300] * 8, [True, False])],
     ids=["a short row is one call over all paths", "a long one is a call a level"],
 )
-def test_on_cuda_attention_is_one_call_where_that_copies_few_keys(prompt, responses, causal, monkeypatch):
+def test_on_cuda_attention_is_one_call_where_that_copies_few_keys(
+    prompt, responses, causal, monkeypatch
+):
     """The flash kernels for CUDA are replaced by those for CPUs; the crossing is lowered to rows as small as
     these.
     """
@@ -240,10 +288,14 @@ def test_on_cuda_attention_is_one_call_where_that_copies_few_keys(prompt, respon
     for module in (shared_attention, merged_attention):
         monkeypatch.setattr(module, "flash_forward", forward)
     monkeypatch.setattr(
-        merged_attention, "flash_backward", lambda *arguments: flash_backward(*map(plain, arguments))
+        merged_attention,
+        "flash_backward",
+        lambda *arguments: flash_backward(*map(plain, arguments)),
     )
     inputs = random_inputs(row, (4, 2), seed=0)
-    found = computed(SharedAttention(row, CPU), [tensor.as_subclass(OnCuda) for tensor in inputs])
+    found = computed(
+        SharedAttention(row, CPU), [tensor.as_subclass(OnCuda) for tensor in inputs]
+    )
     assert calls == causal  # of each call; what a level sees of the level before is not
     assert_equal([*map(plain, found)], by_mask(row, inputs))
 
@@ -256,13 +308,18 @@ class Operators(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        without_kernel = operator.is_view or operator.name() in ("aten::empty_like", "aten::promote_types")
+        without_kernel = operator.is_view or operator.name() in (
+            "aten::empty_like",
+            "aten::promote_types",
+        )
         self.count += not without_kernel
         return operator(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("way", "least", "most"), [("path", 7, 9), ("level", 32, 36)])
-def test_one_call_over_all_paths_takes_few_operators_more_than_none_shared(way, least, most, monkeypatch):
+def test_one_call_over_all_paths_takes_few_operators_more_than_none_shared(
+    way, least, most, monkeypatch
+):
     """As docs/gpu-benchmark.md says: on a layer's attention, forward and backward, besides the kernels
     themselves.
     """
@@ -270,13 +327,20 @@ def test_one_call_over_all_paths_takes_few_operators_more_than_none_shared(way, 
     sums = torch.zeros(8, row.lengths[0])
     for module in (shared_attention, merged_attention):
         monkeypatch.setattr(
-            module, "flash_forward", lambda query, *_: (torch.empty_like(query), sums[:, : len(query)])
+            module,
+            "flash_forward",
+            lambda query, *_: (torch.empty_like(query), sums[:, : len(query)]),
         )
     monkeypatch.setattr(
-        merged_attention, "flash_backward", lambda *given: tuple(map(torch.empty_like, given[1:4]))
+        merged_attention,
+        "flash_backward",
+        lambda *given: tuple(map(torch.empty_like, given[1:4])),
     )
     monkeypatch.setattr(SharedAttention, "_way", lambda *_: way)
-    by_token = [torch.zeros(1, row.lengths[0], heads, 16, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    by_token = [
+        torch.zeros(1, row.lengths[0], heads, 16, dtype=torch.bfloat16)
+        for heads in (8, 2, 2)
+    ]
     leaves = [tensor.transpose(1, 2).requires_grad_() for tensor in by_token]
     attention = SharedAttention(row, CPU)
     attention(*leaves, 0.4)  # makes the blocks
@@ -314,11 +378,16 @@ def by_ring(row: PackedRow, inputs: list[Tensor], size: int) -> list[Tensor]:
     mailboxes: list[Queue] = [Queue() for _ in range(size)]
 
     def on_rank(rank: int) -> list[Tensor]:
-        part = [*(tensor[:, :, cells[rank]] for tensor in inputs[:3]), inputs[3][:, cells[rank]]]
+        part = [
+            *(tensor[:, :, cells[rank]] for tensor in inputs[:3]),
+            inputs[3][:, cells[rank]],
+        ]
         return computed(RingAttention(row, RingOfThreads(rank, mailboxes), CPU), part)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
-        patch.setattr(ring_attention._Ring, "pass_on", lambda ring, tensor: ring.group.pass_on(tensor))
+        patch.setattr(
+            ring_attention._Ring, "pass_on", lambda ring, tensor: ring.group.pass_on(tensor)
+        )
         parts = list(zip(*threads.map(on_rank, range(size)), strict=True))
     in_order = torch.cat(cells).argsort()
     return [
@@ -351,7 +420,10 @@ def test_ranks_of_a_ring_have_as_many_cells_of_every_run_and_compute_each_pair_o
     row = pack_shared(random_sequences(30, seed=3, branching=True), 2 * size)
     held = [row.cells_of(size, rank) for rank in range(size)]
     for run in row.runs:
-        counts = [int(((cells >= run.first) & (cells < run.first + run.length)).sum()) for cells in held]
+        counts = [
+            int(((cells >= run.first) & (cells < run.first + run.length)).sum())
+            for cells in held
+        ]
         assert max(counts) - min(counts) <= 1
     assert work_of_a_ring(row, size).sum() == int(visible(row).sum())
 
@@ -359,34 +431,51 @@ def test_ranks_of_a_ring_have_as_many_cells_of_every_run_and_compute_each_pair_o
 def test_ranks_of_a_ring_have_the_same_work_in_every_step_where_zigzag_segments_would_not():
     """As docs/prefixes.md says: a prompt of 500 tokens with 16 responses of about 600, on 8 ranks."""
     lengths = 500 + np.random.default_rng(0).lognormal(np.log(600), 0.6, 16).astype(int) + 1
-    rows = [torch.where(torch.arange(length) < 500, 0, 1 + index) for index, length in enumerate(lengths)]
+    rows = [
+        torch.where(torch.arange(length) < 500, 0, 1 + index)
+        for index, length in enumerate(lengths)
+    ]
     row = pack_shared(
-        DataProto.from_list([{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in rows]), 16
+        DataProto.from_list(
+            [{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in rows]
+        ),
+        16,
     )
     work = work_of_a_ring(row, 8)
     assert work.sum(1).max() / work.sum(1).mean() - 1 == pytest.approx(0.001, abs=0.0005)
     assert work.max(0).sum() < 1.01 * work.sum(1).mean()
     seen = row.position_ids[0].numpy() + 1
-    zigzag = np.array([seen[zigzag_positions(row.padded_lengths, 8, rank)].sum() for rank in range(8)])
+    zigzag = np.array(
+        [seen[zigzag_positions(row.padded_lengths, 8, rank)].sum() for rank in range(8)]
+    )
     assert zigzag.max() / zigzag.mean() - 1 == pytest.approx(0.29, abs=0.01)
 
 
 def work_of_a_ring(row: SharedRow, size: int) -> np.ndarray:
     """int64 [rank, step]: pairs of query and key that the kernels compute."""
-    return np.array([[pairs(step) for step in ring_blocks(row, rank, size, CPU)] for rank in range(size)])
+    return np.array(
+        [
+            [pairs(step) for step in ring_blocks(row, rank, size, CPU)]
+            for rank in range(size)
+        ]
+    )
 
 
 def pairs(blocks: tuple[Block, ...]) -> int:
     total = 0
     for block in blocks:
-        for queries, keys in zip(block.query_segments.lengths, block.key_segments.lengths, strict=True):
+        for queries, keys in zip(
+            block.query_segments.lengths, block.key_segments.lengths, strict=True
+        ):
             total += queries * (queries + 1) // 2 if block.causal else queries * keys
     return total
 
 
 @given(st.integers(0, 2**31), st.sampled_from([2, 4, 8, 12]), st.integers(1, 20))
 @settings(deadline=None, max_examples=40)
-def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once(seed, multiple, minimum):
+def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once(
+    seed, multiple, minimum
+):
     generator = np.random.default_rng(seed)
     group = np.repeat(np.arange(6), generator.integers(1, 6))
     prompts = generator.integers(1, 80, 6)[group]
@@ -395,15 +484,24 @@ def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once
     plan = plan_batch(
         lengths,
         ranks=int(generator.integers(1, 4)),
-        max_tokens=int(-(-lengths.max() // multiple) * multiple + generator.integers(0, 150)),
+        max_tokens=int(
+            -(-lengths.max() // multiple) * multiple + generator.integers(0, 150)
+        ),
         length_multiple=multiple,
         prefix_groups=group,
         prefix_lengths=np.where(worth, prompts, 0),
     )
     for rows in (
-        rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks if len(rows)
+        rows
+        for part in plan.mini_batches
+        for step in part.micro_steps
+        for rows in step.ranks
+        if len(rows)
     ):
-        ids = [torch.where(torch.arange(lengths[row]) < prompts[row], 1000 + group[row], row) for row in rows]
+        ids = [
+            torch.where(torch.arange(lengths[row]) < prompts[row], 1000 + group[row], row)
+            for row in rows
+        ]
         sequences = DataProto.from_list(
             [{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids]
         )
@@ -441,15 +539,24 @@ def test_what_cannot_share_says_why_or_does_without(settings, features, facts, r
     arguments = (frozenset(features), "the model")
     assert shares_prefixes(ModelConfig(path=""), frozenset(), "the model", **ON_CPU)
     assert shares_prefixes(
-        ModelConfig(path=""), frozenset(), "the model", **ON_CPU | {"cuda": True, "half": True}
+        ModelConfig(path=""),
+        frozenset(),
+        "the model",
+        **ON_CPU | {"cuda": True, "half": True},
     )
-    assert not shares_prefixes(ModelConfig(path="", **settings), *arguments, **ON_CPU | facts)
+    assert not shares_prefixes(
+        ModelConfig(path="", **settings), *arguments, **ON_CPU | facts
+    )
     with refused(reason):
         shares_prefixes(
-            ModelConfig(path="", share_prefixes="always", **settings), *arguments, **ON_CPU | facts
+            ModelConfig(path="", share_prefixes="always", **settings),
+            *arguments,
+            **ON_CPU | facts,
         )
     assert not shares_prefixes(
-        ModelConfig(path="", share_prefixes="never", **settings), *arguments, **ON_CPU | facts
+        ModelConfig(path="", share_prefixes="never", **settings),
+        *arguments,
+        **ON_CPU | facts,
     )
 
 
@@ -464,11 +571,15 @@ def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
 
 
 def test_a_model_that_hands_on_no_state_is_refused_at_load(tmp_path, monkeypatch):
-    config = ModelConfig(path=save_tiny_model(tmp_path / "model", "nemotron_h"), dtype="float32")
+    config = ModelConfig(
+        path=save_tiny_model(tmp_path / "model", "nemotron_h"), dtype="float32"
+    )
     packed = load_model(config, torch.float32)
     assert check_numerics(packed, config).largest < 1e-4
     monkeypatch.setattr(
-        state_rows, "cut_runs", lambda row: (list(row.padded_lengths), [state_rows.NO_PARENT])
+        state_rows,
+        "cut_runs",
+        lambda row: (list(row.padded_lengths), [state_rows.NO_PARENT]),
     )
     with pytest.raises(UnsupportedModelError, match=r"model\.share_prefixes=never"):
         check_numerics(packed, config)

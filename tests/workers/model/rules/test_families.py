@@ -85,7 +85,10 @@ class Outcome:
     def __init__(self, log_probs: Tensor, entropy: Tensor, model: PreTrainedModel) -> None:
         self.log_probs, self.entropy, self.model = log_probs, entropy, model
         weights = torch.randn(
-            2, len(log_probs), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            2,
+            len(log_probs),
+            generator=torch.Generator().manual_seed(1),
+            dtype=torch.float64,
         )
         (weights[0] * log_probs + weights[1] * entropy).sum().backward()
         # The weights of an expert that no token chose may have none.
@@ -112,11 +115,15 @@ def unpacked(model: PreTrainedModel, sequences: DataProto) -> Outcome:
         model.set_attn_implementation(REFERENCE_ATTENTION)
     outputs = unpacked_log_probs(model, sequences, TEMPERATURE)
     mask = sequences.tokens["loss_mask"]
-    log_probs, entropy = (torch.cat([output[part] for output in outputs])[mask] for part in range(2))
+    log_probs, entropy = (
+        torch.cat([output[part] for output in outputs])[mask] for part in range(2)
+    )
     return Outcome(log_probs, entropy, model)
 
 
-def through_rows(module: PackedCausalLM, rows: ModelInput, attention: object = None) -> tuple[Tensor, Tensor]:
+def through_rows(
+    module: PackedCausalLM, rows: ModelInput, attention: object = None
+) -> tuple[Tensor, Tensor]:
     return module(replace(rows, attention=attention), TEMPERATURE)
 
 
@@ -124,7 +131,10 @@ def packed(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> O
     module = packed_causal_lm(copy.deepcopy(model), ModelConfig())
     row = pack(sequences, multiple)
     backend = choose_backend("auto", CPU, torch.float64, module.required_features)
-    return Outcome(*through_rows(module, row, attention=packed_attention(backend, row, CPU)), module.model)
+    return Outcome(
+        *through_rows(module, row, attention=packed_attention(backend, row, CPU)),
+        module.model,
+    )
 
 
 def padded(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> Outcome:
@@ -155,7 +165,9 @@ def test_tokens_are_selected_within_each_sequence_block_by_block(family, monkeyp
     for indexer in find_indexers(model):
         indexer.index_topk = 64
     everything = packed(model, sequences)
-    assert relative_error(everything.log_probs, expected.log_probs) > 0.01, "selection changes nothing"
+    assert relative_error(everything.log_probs, expected.log_probs) > 0.01, (
+        "selection changes nothing"
+    )
     everything.assert_equals(unpacked(model, sequences), 1e-9)
     for indexer in find_indexers(model):
         indexer.index_topk = 4
@@ -168,8 +180,14 @@ def test_an_indexer_is_frozen_and_takes_no_adapter(caplog):
     with caplog.at_level("INFO"):
         module.set_trained(True, train_vision=False)
     assert "its 2 indexers are frozen" in caplog.text
-    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    assert frozen == {name for name, _ in module.named_parameters() if ".indexer." in name} != set()
+    frozen = {
+        name for name, parameter in module.named_parameters() if not parameter.requires_grad
+    }
+    assert (
+        frozen
+        == {name for name, _ in module.named_parameters() if ".indexer." in name}
+        != set()
+    )
     with refused("model.lora.target_modules=wq_b"):
         add_adapters(module.model, LoraConfig(rank=2, target_modules="wq_b"))
 
@@ -185,7 +203,12 @@ def bloom() -> PreTrainedModel:
     """A family with its own attention code, positions by distance, and its layers under a name of its own."""
     torch.manual_seed(0)
     config = transformers.BloomConfig(
-        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.2, use_cache=False
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.2,
+        use_cache=False,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
@@ -225,9 +248,15 @@ def test_what_a_family_needs_is_read_from_its_configuration(family, features):
         (transformers.MiniMaxConfig(), "linear_attention"),
         (transformers.Llama4TextConfig(), "chunked_attention"),
         (transformers.DeepseekV4Config(), "compress_rates"),
-        (tiny_config("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
         (
-            tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            tiny_config("gemma3", use_bidirectional_attention=True),
+            "use_bidirectional_attention",
+        ),
+        (
+            tiny_config(
+                "llama",
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            ),
             "rope_type=dynamic",
         ),
     ],
@@ -236,7 +265,9 @@ def test_what_would_change_the_log_probs_is_refused_by_name(config, feature):
     with refused(feature, UnsupportedModelError):
         check_layout(config.get_text_config().to_dict(), "packed", "it")
     saved = json.loads(config.to_json_string())
-    assert feature in uncomputed_features(saved), "the driver, which has only the file, would start the run"
+    assert feature in uncomputed_features(saved), (
+        "the driver, which has only the file, would start the run"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,7 +286,10 @@ def test_what_a_family_needs_stands_in_its_file(family):
         (transformers.GraniteConfig(logits_scaling=8.0), 1 / 8),
         (transformers.HyperCLOVAXConfig(logits_scaling=8.0), 8.0),
         (transformers.FalconH1Config(lm_head_multiplier=0.25), 0.25),
-        (transformers.MiniCPM3Config(hidden_size=640, dim_model_base=256), 0.4),  # a property of its class
+        (
+            transformers.MiniCPM3Config(hidden_size=640, dim_model_base=256),
+            0.4,
+        ),  # a property of its class
     ],
 )
 def test_the_factor_on_logits_is_read_from_the_configuration(config, factor):
@@ -272,17 +306,23 @@ def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():
         through_rows(module, row, attention=packed_attention("sdpa", row, CPU))
 
 
-@pytest.mark.parametrize(("family", "feature"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
+@pytest.mark.parametrize(
+    ("family", "feature"), [("gemma2", "softcap"), ("gpt_oss", "sinks")]
+)
 def test_padded_rows_do_not_go_through_a_kernel_that_leaves_something_out(family, feature):
     with refused(feature, UnsupportedModelError):
-        packed_causal_lm(random_model(family), ModelConfig(layout="padded", attention="sdpa"))
+        packed_causal_lm(
+            random_model(family), ModelConfig(layout="padded", attention="sdpa")
+        )
     module = packed_causal_lm(random_model(family), ModelConfig(layout="padded"))
     assert module.model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "flash3", "flash"])
 def test_d8_flash_kernels_read_padded_rows_as_segments(kernel):
-    module = packed_causal_lm(random_model("llama"), ModelConfig(layout="padded", attention=kernel))
+    module = packed_causal_lm(
+        random_model("llama"), ModelConfig(layout="padded", attention=kernel)
+    )
     assert module.model.config._attn_implementation == "ballast_packed"
 
 

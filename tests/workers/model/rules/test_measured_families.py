@@ -21,7 +21,9 @@ from workers.model.attention.mixers import find_mixers
 from workers.model.model import load_model
 
 
-def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict[str, Outcome]:
+def measured(
+    model_type: str, folder: Path, *names: str, **changes: Any
+) -> dict[str, Outcome]:
     assert build(model_type, folder, **changes) == ""
     return {name: compare(folder, RUNS[name]) for name in names}
 
@@ -59,13 +61,19 @@ def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_t
         ),
         (
             "llama4_text",
-            {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "floor_scale": 8192},
+            {
+                "layer_types": ["full_attention"] * 2,
+                "no_rope_layers": [1, 0],
+                "floor_scale": 8192,
+            },
             r"with attn_temperature_tuning, which model\.layout=packed does not compute\. Set model\.layout=padded",
         ),
         ("doge", {"keep_window_size": 128}, r"DogeAttention uses attention_mask"),
     ],
 )
-def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_type, changes, reason):
+def test_what_cannot_be_packed_says_so_and_is_computed_padded(
+    tmp_path, model_type, changes, reason
+):
     found = measured(model_type, tmp_path, "packed", "padded", **changes)
     assert found["packed"].verdict == "refused"
     assert re.search(reason, found["packed"].reason)
@@ -75,13 +83,21 @@ def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_ty
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("doge", {"keep_window_size": 8}, r"with keep_window_size, which model\.layout=padded does not"),
+        (
+            "doge",
+            {"keep_window_size": 8},
+            r"with keep_window_size, which model\.layout=padded does not",
+        ),
         (
             "deepseek_v4",
             {},
             r"with compress_rates, compressed_sparse_attention, heavily_compressed_attention, which",
         ),
-        ("zamba2", {}, r"has layers that share parameters, so it cannot be sharded by layer"),
+        (
+            "zamba2",
+            {},
+            r"has layers that share parameters, so it cannot be sharded by layer",
+        ),
     ],
 )
 def test_what_no_layout_computes_is_refused(tmp_path, model_type, changes, reason):
@@ -100,7 +116,10 @@ def test_latent_attention_and_states_by_heads_are_shared_between_ranks(
     ranks: RankPool, tmp_path, name, model_type, verdict
 ):
     assert build(model_type, tmp_path) == ""
-    assert [found.verdict for found in ranks.run(compare, 2, tmp_path, RUNS[name])] == [verdict, verdict]
+    assert [found.verdict for found in ranks.run(compare, 2, tmp_path, RUNS[name])] == [
+        verdict,
+        verdict,
+    ]
 
 
 def test_a_state_starts_anew_where_activations_are_computed_again(tmp_path):
@@ -125,15 +144,28 @@ def test_a_row_that_is_not_packed_goes_through_mixers_whole(tmp_path):
     )
 
 
-HYBRIDS = ["Falcon-H1", "Granite 4", "Jamba 1.5", "Kimi Linear", "LFM2.5", "LFM2 MoE", "Nemotron 3 Nano"]
+HYBRIDS = [
+    "Falcon-H1",
+    "Granite 4",
+    "Jamba 1.5",
+    "Kimi Linear",
+    "LFM2.5",
+    "LFM2 MoE",
+    "Nemotron 3 Nano",
+]
 HYBRIDS += ["Nemotron-H", "OLMo hybrid", "Qwen3-Next", "Qwen3.5"]
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_in_the_form_of_its_checkpoint_trains_saves_resumes_and_takes_adapters(tmp_path, name):
+def test_a_hybrid_in_the_form_of_its_checkpoint_trains_saves_resumes_and_takes_adapters(
+    tmp_path, name
+):
     assert build_published(published()[name], tmp_path) == ""
-    outcomes = {stage: train_published(tmp_path, stage) for stage in ("trains", "saves", "resumes", "LoRA")}
+    outcomes = {
+        stage: train_published(tmp_path, stage)
+        for stage in ("trains", "saves", "resumes", "LoRA")
+    }
     assert {outcome.verdict for outcome in outcomes.values()} == {"exact"}, outcomes
 
 
@@ -141,7 +173,11 @@ def test_a_hybrid_in_the_form_of_its_checkpoint_trains_saves_resumes_and_takes_a
 def test_a_published_model_keeps_its_fields_when_it_is_shrunk(family):
     description = tiny_description(family)
     assert description.keys() >= family.description.keys()
-    switches = {name: value for name, value in family.description.items() if isinstance(value, bool | str)}
+    switches = {
+        name: value
+        for name, value in family.description.items()
+        if isinstance(value, bool | str)
+    }
     changed = [name for name, value in switches.items() if description[name] != value]
     assert changed in ([], ["hybrid_override_pattern"])
 

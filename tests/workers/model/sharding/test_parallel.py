@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from transformers import GPT2Config, GPT2LMHeadModel, GraniteMoeConfig, GraniteMoeForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    PreTrainedModel,
+)
 
 from tests.refusals import refused
 from tests.workers.model.ranks import TIMEOUT_S, RankPool, dp_rank
@@ -17,7 +23,12 @@ from tests.workers.model.tiny import save_tiny_model, save_tokenizer
 from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import TrainingEngine
-from workers.model.sharding.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
+from workers.model.sharding.parallel import (
+    clip_gradients,
+    full_tensor,
+    make_parallel,
+    mesh_shape,
+)
 
 CPU = torch.device("cpu")
 
@@ -28,7 +39,11 @@ CPU = torch.device("cpu")
         (1, ParallelConfig(), (1, 1, 1, 1, 1)),
         (8, ParallelConfig(replicate=2), (1, 2, 4, 1, 1)),
         (16, ParallelConfig(context_parallel=2, tensor_parallel=4), (1, 1, 2, 2, 4)),
-        (16, ParallelConfig(pipeline_parallel=2, context_parallel=2, replicate=2), (2, 2, 2, 2, 1)),
+        (
+            16,
+            ParallelConfig(pipeline_parallel=2, context_parallel=2, replicate=2),
+            (2, 2, 2, 2, 1),
+        ),
     ],
 )
 def test_ranks_fill_the_mesh(ranks, config, shape):
@@ -38,7 +53,11 @@ def test_ranks_fill_the_mesh(ranks, config, shape):
 @pytest.mark.parametrize(
     ("ranks", "config", "named"),
     [
-        (6, ParallelConfig(context_parallel=2, tensor_parallel=2), "parallel.tensor_parallel = 4"),
+        (
+            6,
+            ParallelConfig(context_parallel=2, tensor_parallel=2),
+            "parallel.tensor_parallel = 4",
+        ),
         (2, ParallelConfig(context_parallel=4), "parallel.context_parallel"),
         (8, ParallelConfig(expert_parallel=8, replicate=2), "parallel.expert_parallel=8"),
         (6, ParallelConfig(pipeline_parallel=4), "parallel.pipeline_parallel = 4"),
@@ -53,18 +72,33 @@ def test_ranks_that_do_not_fill_it_are_refused(ranks, config, named):
 def place_on_mesh() -> tuple[int, bool, int, int, int]:
     parallel = make_parallel(CPU, ParallelConfig(context_parallel=2, replicate=2))
     context = parallel.context.get_local_rank()
-    return dp_rank(parallel), parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
+    return (
+        dp_rank(parallel),
+        parallel.leads_dp_group,
+        context,
+        parallel.dp,
+        parallel.sharding.size(),
+    )
 
 
 def test_ranks_of_a_context_parallel_group_are_neighbours(ranks: RankPool):
     places = ranks.run(place_on_mesh, 4)
-    assert places == [(0, True, 0, 2, 4), (0, False, 1, 2, 4), (1, True, 0, 2, 4), (1, False, 1, 2, 4)]
+    assert places == [
+        (0, True, 0, 2, 4),
+        (0, False, 1, 2, 4),
+        (1, True, 0, 2, 4),
+        (1, False, 1, 2, 4),
+    ]
 
 
 def clip_on_two_meshes(max_norm: float) -> tuple[float, list[torch.Tensor]]:
     mesh = make_parallel(CPU, ParallelConfig(tensor_parallel=2)).mesh
     both, shard = mesh["dp_shard", "tp"], mesh["dp_shard"]
-    placements = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (shard, [Shard(0)])]
+    placements = [
+        (both, [Shard(0), Shard(1)]),
+        (both, [Shard(0), Replicate()]),
+        (shard, [Shard(0)]),
+    ]
     parameters = []
     for number, (submesh, placement) in enumerate(placements):
         values = torch.arange(8.0).view(4, 2) + number
@@ -91,12 +125,17 @@ def save(path: Path, model: PreTrainedModel) -> str:
 
 def gpt2(path: Path) -> str:
     return save(
-        path, GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4))
+        path,
+        GPT2LMHeadModel(
+            GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+        ),
     )
 
 
 def granite(path: Path) -> str:
-    config = GraniteMoeConfig(vocab_size=37, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
+    config = GraniteMoeConfig(
+        vocab_size=37, hidden_size=32, intermediate_size=16, num_hidden_layers=1
+    )
     return save(path, GraniteMoeForCausalLM(config))
 
 
@@ -107,15 +146,31 @@ REFUSALS = [
     (ODD, 2, ParallelConfig(context_parallel=2), "3 attention heads"),
     (WINDOWED, 2, RING, "sliding_window"),
     (gpt2, 2, ParallelConfig(pipeline_parallel=2), "transformer.wpe.weight"),
-    (save_tiny_model, 4, ParallelConfig(pipeline_parallel=4), "policy.parallel.pipeline_parallel=4"),
-    (save_tiny_model, 2, ParallelConfig(expert_parallel=2), "policy.parallel.expert_parallel=2"),
+    (
+        save_tiny_model,
+        4,
+        ParallelConfig(pipeline_parallel=4),
+        "policy.parallel.pipeline_parallel=4",
+    ),
+    (
+        save_tiny_model,
+        2,
+        ParallelConfig(expert_parallel=2),
+        "policy.parallel.expert_parallel=2",
+    ),
     (granite, 2, ParallelConfig(expert_parallel=2), "(granitemoe)"),
 ]
 
 
 def refusal(path: str, parallel: ParallelConfig) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        TrainingEngine(ModelConfig(path=path), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
+        TrainingEngine(
+            ModelConfig(path=path),
+            optimizer=None,
+            total_steps=1,
+            device="cpu",
+            parallel=parallel,
+        )
     dist.barrier()
     return str(error.value)
 
@@ -129,17 +184,25 @@ def test_models_that_ranks_cannot_share_are_refused_by_every_rank(
     parallel: ParallelConfig,
     named: str,
 ):
-    assert all(named in text for text in ranks.run(refusal, count, save(tmp_path), parallel))
+    assert all(
+        named in text for text in ranks.run(refusal, count, save(tmp_path), parallel)
+    )
 
 
 def waits(path: str, parallel: ParallelConfig) -> set[float]:
     """Timeouts of all groups of an engine, in seconds."""
     engine = TrainingEngine(
-        ModelConfig(path=path), optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel
+        ModelConfig(path=path),
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
+        parallel=parallel,
     )
     assert engine.checkpointer
     groups = [
-        each for each in dist.distributed_c10d._world.pg_map if each is not dist.GroupMember.NON_GROUP_MEMBER
+        each
+        for each in dist.distributed_c10d._world.pg_map
+        if each is not dist.GroupMember.NON_GROUP_MEMBER
     ]
     assert len(groups) > 1
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
@@ -163,4 +226,7 @@ def test_every_group_has_the_timeout_of_the_whole_world(
 ) -> None:
     save_tiny_model(tmp_path)
     count = 4 if "context_parallel_degree" in settings else 2
-    assert ranks.run(waits, count, str(tmp_path), ParallelConfig(**settings)) == [{TIMEOUT_S}] * count
+    assert (
+        ranks.run(waits, count, str(tmp_path), ParallelConfig(**settings))
+        == [{TIMEOUT_S}] * count
+    )

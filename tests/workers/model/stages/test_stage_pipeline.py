@@ -28,7 +28,11 @@ def costs_of(ranges: list[range], costs: list[float], last: float) -> list[float
     return found
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 4), st.integers(0, 20))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.integers(1, 4),
+    st.integers(0, 20),
+)
 def test_the_most_expensive_stage_costs_as_little_as_possible(costs, parts, last):
     if len(costs) < parts:
         with refused("policy.parallel.pipeline_parallel"):
@@ -39,16 +43,23 @@ def test_the_most_expensive_stage_costs_as_little_as_possible(costs, parts, last
     assert len(ranges) == parts
     assert all(ranges)
     every = [
-        [range(start, stop) for start, stop in zip((0, *cuts), (*cuts, len(costs)), strict=True)]
+        [
+            range(start, stop)
+            for start, stop in zip((0, *cuts), (*cuts, len(costs)), strict=True)
+        ]
         for cuts in combinations(range(1, len(costs)), parts - 1)
     ]
     best = min(max(costs_of(cut, costs, last)) for cut in every)
     assert max(costs_of(ranges, costs, last)) == best
 
 
-def build(path: str, parallel: ParallelConfig, rank: int = 0, trains: bool = True) -> TrainingEngine:
+def build(
+    path: str, parallel: ParallelConfig, rank: int = 0, trains: bool = True
+) -> TrainingEngine:
     return TrainingEngine(
-        ModelConfig(path=path, dtype="float32", share_prefixes="never", lora=LoraConfig(rank=rank)),
+        ModelConfig(
+            path=path, dtype="float32", share_prefixes="never", lora=LoraConfig(rank=rank)
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-2) if trains else None,
         total_steps=10,
         device="cpu",
@@ -57,18 +68,25 @@ def build(path: str, parallel: ParallelConfig, rank: int = 0, trains: bool = Tru
     )
 
 
-def what_stages_hold(paths: list[str], parallel: ParallelConfig) -> list[tuple[int, list[str]]]:
+def what_stages_hold(
+    paths: list[str], parallel: ParallelConfig
+) -> list[tuple[int, list[str]]]:
     """(parameters of the whole model, names of this rank's) of each model; building one proves
     its log-probs.
     """
     engines = [build(path, parallel, trains=False) for path in paths]
     return [
-        (engine.num_parameters, [name for name, _ in engine.module.model.named_parameters()])
+        (
+            engine.num_parameters,
+            [name for name, _ in engine.module.model.named_parameters()],
+        )
         for engine in engines
     ]
 
 
-def test_families_of_the_common_form_pass_the_check_in_stages(ranks: RankPool, tmp_path: Path):
+def test_families_of_the_common_form_pass_the_check_in_stages(
+    ranks: RankPool, tmp_path: Path
+):
     """gemma2 scales the embedding and caps logits, gemma3 has two rotary tables, gpt_oss sinks, mixtral
     experts.
     """
@@ -91,7 +109,9 @@ def test_adapters_of_stages_are_written_as_those_of_one(ranks: RankPool, tmp_pat
     path = save_tiny_model(tmp_path / "model", num_hidden_layers=3)
     for count in (1, 2):
         ranks.run(written_adapters, count, path, str(tmp_path / str(count)), count)
-    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("1", "2"))
+    one, two = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("1", "2")
+    )
     assert one.keys() == two.keys()
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=0, atol=0)
@@ -104,11 +124,17 @@ def tied_copies(path: str) -> Tensor | None:
         engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
         engine.optimizer_step()
     names = dict(engine.module.model.named_parameters())
-    found = [names[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in names]
+    found = [
+        names[name]
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+        if name in names
+    ]
     return found[0].detach().to_local().clone() if found else None
 
 
-def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(ranks: RankPool, tmp_path: Path):
+def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(
+    ranks: RankPool, tmp_path: Path
+):
     first, *between, last = ranks.run(
         tied_copies, 4, save_tiny_model(tmp_path / "model", num_hidden_layers=4)
     )
@@ -121,14 +147,18 @@ def layouts(path: str, virtual: int) -> tuple[int, int]:
     engine = build(path, ParallelConfig(pipeline_parallel=2, virtual_stages=virtual))
     sequences, laid_out, works = random_sequences(dtype=torch.float32), [], []
     lay_out, run = engine.layout.lay_out, engine.runner.run
-    engine.layout.lay_out = lambda *given, **named: laid_out.append(given) or lay_out(*given, **named)
+    engine.layout.lay_out = lambda *given, **named: (
+        laid_out.append(given) or lay_out(*given, **named)
+    )
     engine.runner.run = lambda work: works.append(work) or run(work)
     engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
     engine.log_probs(sequences, MICRO_BATCHES)
     return len(laid_out), sum(len(work.rows) for work in works)
 
 
-def test_a_stage_lays_out_each_micro_batch_once_and_frees_it(ranks: RankPool, tmp_path: Path):
+def test_a_stage_lays_out_each_micro_batch_once_and_frees_it(
+    ranks: RankPool, tmp_path: Path
+):
     path = save_tiny_model(tmp_path / "model", num_hidden_layers=4)
     for virtual in (1, 2):
         assert ranks.run(layouts, 2, path, virtual) == [(2 * len(MICRO_BATCHES), 0)] * 2

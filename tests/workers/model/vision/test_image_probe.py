@@ -30,14 +30,18 @@ FLOAT32 = torch.float32
 FOUR = ("qwen2_5_vl", "qwen3_vl", "llava", "idefics3")
 
 
-def loaded(path: Path, *, trained: bool = False, **settings: Any) -> tuple[PackedCausalLM, ModelConfig]:
+def loaded(
+    path: Path, *, trained: bool = False, **settings: Any
+) -> tuple[PackedCausalLM, ModelConfig]:
     config = ModelConfig(path=str(path), train_vision=trained, **settings)
     packed = load_model(config, FLOAT32)
     packed.set_trained(True, trained)
     return packed, config
 
 
-def test_sequences_have_one_image_two_and_none_and_repeat_one(vision_model: Callable[[str], Path]) -> None:
+def test_sequences_have_one_image_two_and_none_and_repeat_one(
+    vision_model: Callable[[str], Path],
+) -> None:
     packed, _ = loaded(vision_model("qwen2_5_vl"))
     probe = make_probe(packed, FLOAT32, prefix=16)
     none, one, two = probe.sequences.objects["images"]
@@ -48,12 +52,20 @@ def test_sequences_have_one_image_two_and_none_and_repeat_one(vision_model: Call
     assert rows[1][:shared].equal(rows[2][:shared])
     for row, images in zip(rows, (none, one, two), strict=True):
         places = (row == packed.vision.image_token).nonzero().flatten().tolist()
-        assert places == [place for each in images for place in range(each.first, each.first + each.tokens)]
+        assert places == [
+            place
+            for each in images
+            for place in range(each.first, each.first + each.tokens)
+        ]
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*((family, "packed") for family in EXACT), ("qwen2_5_vl", "padded"), ("idefics3", "padded")],
+    [
+        *((family, "packed") for family in EXACT),
+        ("qwen2_5_vl", "padded"),
+        ("idefics3", "padded"),
+    ],
 )
 def test_families_are_exact_with_images(
     vision_model: Callable[[str], Path], family: str, layout: str
@@ -68,7 +80,9 @@ def test_a_trained_tower_is_probed_by_a_gradient_of_its_own(
 ) -> None:
     packed, config = loaded(vision_model(family), trained=True, share_prefixes="always")
     text, tower = make_probe(packed, FLOAT32).parameters
-    assert text not in packed.vision.names and tower in {f"model.{name}" for name in packed.vision.names}
+    assert text not in packed.vision.names and tower in {
+        f"model.{name}" for name in packed.vision.names
+    }
     assert 0 < check_numerics(packed, config).gradient < 1e-5
 
 
@@ -117,7 +131,11 @@ def test_what_images_make_wrong_is_refused(
 
 def refusal(path: str, parallel: ParallelConfig) -> str:
     model = ModelConfig(path=path, dtype="float32", train_vision=True)
-    settings: dict[str, Any] = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu"}
+    settings: dict[str, Any] = {
+        "optimizer": OptimizerConfig(),
+        "total_steps": 1,
+        "device": "cpu",
+    }
     try:
         TrainingEngine(model, parallel=parallel, check_numerics=True, **settings)
     except UnsupportedModelError as error:
@@ -131,7 +149,8 @@ def refusal(path: str, parallel: ParallelConfig) -> str:
         ParallelConfig(),
         ParallelConfig(context_parallel=2),
         pytest.param(
-            ParallelConfig(context_parallel=2, context_parallel_method="ring"), marks=pytest.mark.slow
+            ParallelConfig(context_parallel=2, context_parallel_method="ring"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(ParallelConfig(tensor_parallel=2), marks=pytest.mark.slow),
     ],
@@ -143,7 +162,9 @@ def test_engines_over_ranks_pass_the_check_with_images(
     assert ranks.run(refusal, 2, str(vision_model("qwen3_vl")), parallel) == ["", ""]
 
 
-def test_gemma_3_is_exact_as_text_and_refuses_images_by_name(vision_model: Callable[[str], Path]) -> None:
+def test_gemma_3_is_exact_as_text_and_refuses_images_by_name(
+    vision_model: Callable[[str], Path],
+) -> None:
     path = vision_model("gemma3")
     packed, config = loaded(path)
     assert packed.vision is None and 0 < check_numerics(packed, config).largest < 2e-5
@@ -154,7 +175,9 @@ def assert_images_refused(path: Path, named: str) -> None:
     placeholders, ids, picture = load_placeholders(str(path)), np.arange(5), pictures()[0]
     assert placeholders is not None and placeholders.expand(ids, (), "a record")[0] is ids
     with refused(named):
-        placeholders.expand(ids, [Image(digest_of(picture), *picture.size, png_of(picture))], "a record")
+        placeholders.expand(
+            ids, [Image(digest_of(picture), *picture.size, png_of(picture))], "a record"
+        )
 
 
 def test_without_a_processor_text_is_proved_and_images_are_refused(

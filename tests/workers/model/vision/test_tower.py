@@ -22,7 +22,12 @@ from tests.workers.model.cases import Way, way
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.float64 import compute_states_in_float64
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.tiny import VOCABULARY, compute_in_float64, relative_error, save_tiny_model
+from tests.workers.model.tiny import (
+    VOCABULARY,
+    compute_in_float64,
+    relative_error,
+    save_tiny_model,
+)
 from tests.workers.vision_families import EXACT, PLACEHOLDERS, pictures
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.metrics import results
@@ -39,7 +44,12 @@ from workers.model.rules.model_rules import check_model
 from workers.model.sharding.parallel import full_tensor
 from workers.model.vision.processor import load_placeholders
 
-TOWERS = ("model.visual.", "model.vision", "model.connector.", "model.multi_modal_projector.")
+TOWERS = (
+    "model.visual.",
+    "model.vision",
+    "model.connector.",
+    "model.multi_modal_projector.",
+)
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "idefics3")
 WITH_STATES = "qwen3_5"
 TOLERANCE = 1e-6
@@ -70,12 +80,22 @@ def samples(family: str, path: Path) -> DataProto:
     tokenizer = AutoProcessor.from_pretrained(path).tokenizer
     rows, images = [], []
     for text, chosen in SAMPLES:
-        ids = np.array(tokenizer(text.replace("I", marker), add_special_tokens=False)["input_ids"])
-        used = [Image(digest_of(drawn()[i]), *drawn()[i].size, png_of(drawn()[i])) for i in chosen]
+        ids = np.array(
+            tokenizer(text.replace("I", marker), add_special_tokens=False)["input_ids"]
+        )
+        used = [
+            Image(digest_of(drawn()[i]), *drawn()[i].size, png_of(drawn()[i]))
+            for i in chosen
+        ]
         expanded, placed = placeholders.expand(ids, used, "a test")
-        first = max((each.first + each.tokens for each in placed), default=1)  # images are never predicted
+        first = max(
+            (each.first + each.tokens for each in placed), default=1
+        )  # images are never predicted
         rows.append(
-            {"input_ids": torch.from_numpy(expanded), "loss_mask": torch.arange(len(expanded)) >= first}
+            {
+                "input_ids": torch.from_numpy(expanded),
+                "loss_mask": torch.arange(len(expanded)) >= first,
+            }
         )
         images.append(placed)
     batch = DataProto.from_list(rows)
@@ -93,17 +113,26 @@ def reference(family: str, path: Path) -> tuple[float, dict[str, Tensor], list[T
     for index, (text, chosen) in enumerate(SAMPLES):
         text = text.replace("I", PLACEHOLDERS[family])
         own = {"images": [[drawn()[i] for i in chosen]]} if chosen else {}
-        inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **own)
+        inputs = processor(
+            text=[text], return_tensors="pt", add_special_tokens=False, **own
+        )
         row = batch.row(index)
         assert inputs["input_ids"][0].equal(row["input_ids"])
-        inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+        inputs = {
+            name: each.double() if each.is_floating_point() else each
+            for name, each in inputs.items()
+        }
         logits = model(**inputs, use_cache=False).logits[0, :-1]
         log_probs = logits.log_softmax(-1).gather(1, row["input_ids"][1:, None])[:, 0]
-        found.append(torch.cat([log_probs.new_zeros(1), log_probs.detach()]) * row["loss_mask"])
+        found.append(
+            torch.cat([log_probs.new_zeros(1), log_probs.detach()]) * row["loss_mask"]
+        )
         losses.append(-log_probs[row["loss_mask"][1:]])
     loss = torch.cat(losses).mean()
     loss.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
     return loss.item(), gradients, found
 
 
@@ -118,12 +147,19 @@ def rows_of(dp: int, rank: int) -> list[int]:
     return list(range(len(SAMPLES)))[rank::dp][::-1]
 
 
-def build(path: str, parallel: ParallelConfig | None = None, **settings: Any) -> TrainingEngine:
-    optimizer = OptimizerConfig(learning_rate=1e-2, vision_learning_rate=settings.pop("vision_rate", 0.0))
-    model = ModelConfig(
-        path=path, **{"dtype": "float64", "compile": "never", "min_shared_tokens": 1} | settings
+def build(
+    path: str, parallel: ParallelConfig | None = None, **settings: Any
+) -> TrainingEngine:
+    optimizer = OptimizerConfig(
+        learning_rate=1e-2, vision_learning_rate=settings.pop("vision_rate", 0.0)
     )
-    engine = TrainingEngine(model, optimizer=optimizer, total_steps=9, device="cpu", parallel=parallel)
+    model = ModelConfig(
+        path=path,
+        **{"dtype": "float64", "compile": "never", "min_shared_tokens": 1} | settings,
+    )
+    engine = TrainingEngine(
+        model, optimizer=optimizer, total_steps=9, device="cpu", parallel=parallel
+    )
     if model.dtype == "float64":
         keep_float64(engine.module.model.config.model_type, engine.module.model)
     return engine
@@ -150,7 +186,9 @@ def learn(path: str, batch: DataProto, on: Way, settings: dict[str, Any]) -> Lea
         log_probs, _ = engine.log_probs(mine, steps)
         metrics = engine.forward_backward(mine, steps, sft, Denominators.of(batch))
         loss = results(metrics)["loss"]
-        return Learned(rank, engine.parallel.leads_dp_group, loss, log_probs, whole_gradients(engine))
+        return Learned(
+            rank, engine.parallel.leads_dp_group, loss, log_probs, whole_gradients(engine)
+        )
 
 
 TRAINED: dict[str, Any] = {"train_vision": True}
@@ -168,7 +206,12 @@ WAYS = {
     "pp 2": SHARED | TRAINED,
 }
 OTHERS = sorted(set(EXACT) - set(FAMILIES))
-CASES = [(family, text) for text in WAYS for family in FAMILIES if (family, text) != ("qwen3_vl", "pp 2")]
+CASES = [
+    (family, text)
+    for text in WAYS
+    for family in FAMILIES
+    if (family, text) != ("qwen3_vl", "pp 2")
+]
 CASES += [(family, "dp 1, shared") for family in OTHERS]
 CASES += [(WITH_STATES, text) for text in ("dp 2", "ulysses 2", "ring 2", "tp 2", "pp 2")]
 
@@ -182,19 +225,33 @@ def test_images_are_learned_as_one_sequence_at_a_time_does(
     settings = WAYS[text] | ({"share_prefixes": "auto"} if family == WITH_STATES else {})
     loss, gradients, log_probs = reference(family, path)
     if "train_vision" not in settings:
-        gradients = {name: each for name, each in gradients.items() if not name.startswith(TOWERS)}
+        gradients = {
+            name: each for name, each in gradients.items() if not name.startswith(TOWERS)
+        }
     parts = ranks.run(learn, on.ranks, str(path), samples(family, path), on, settings)
-    assert sum(part.loss for part in parts if part.leads) == pytest.approx(loss, rel=TOLERANCE)
+    assert sum(part.loss for part in parts if part.leads) == pytest.approx(
+        loss, rel=TOLERANCE
+    )
     for part in parts:
         expected = torch.cat([log_probs[row] for row in rows_of(on.dp, part.rank)])
-        torch.testing.assert_close(part.log_probs, expected.float(), rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            part.log_probs, expected.float(), rtol=TOLERANCE, atol=TOLERANCE
+        )
         assert part.gradients.keys() == gradients.keys()
-        for name, gradient in gradients.items():  # a bias of keys has none, and noise instead
-            noise = float(gradient.abs().max()) < 1e-12 and float(part.gradients[name].abs().max()) < 1e-12
+        for (
+            name,
+            gradient,
+        ) in gradients.items():  # a bias of keys has none, and noise instead
+            noise = (
+                float(gradient.abs().max()) < 1e-12
+                and float(part.gradients[name].abs().max()) < 1e-12
+            )
             assert noise or relative_error(part.gradients[name], gradient) < TOLERANCE, name
 
 
-def trained_and_saved(path: str, batch: DataProto, folder: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+def trained_and_saved(
+    path: str, batch: DataProto, folder: str
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     engine = build(path, **TRAINED, vision_rate=1e-3)
     before = {name: each.detach().clone() for name, each in full_weights(engine).items()}
     engine.forward_backward(batch, [(0, len(batch))], sft, Denominators.of(batch))
@@ -208,7 +265,10 @@ def trained_and_saved(path: str, batch: DataProto, folder: str) -> tuple[dict[st
 
 
 def full_weights(engine: TrainingEngine) -> dict[str, Tensor]:
-    return {name: full_tensor(each.detach()).clone() for name, each in engine.module.model.named_parameters()}
+    return {
+        name: full_tensor(each.detach()).clone()
+        for name, each in engine.module.model.named_parameters()
+    }
 
 
 def test_a_trained_tower_has_its_own_rate_and_is_saved_and_resumed(
@@ -222,9 +282,9 @@ def test_a_trained_tower_has_its_own_rate_and_is_saved_and_resumed(
         ("model.visual", 1e-3),
         ("model.language_model", 1e-2),
     ):  # AdamW's first step is the rate
-        assert max(size for name, size in moved.items() if name.startswith(part)) == pytest.approx(
-            rate, rel=1e-3
-        )
+        assert max(
+            size for name, size in moved.items() if name.startswith(part)
+        ) == pytest.approx(rate, rel=1e-3)
     one = build(str(path), **TRAINED, vision_rate=1e-3)
     one.load_checkpoint(tmp_path / "checkpoint")
     assert_equal(full_weights(one), weights, 0.0)
@@ -233,14 +293,20 @@ def test_a_trained_tower_has_its_own_rate_and_is_saved_and_resumed(
         safe_open(path / "model.safetensors", "pt") as source,
     ):
         assert set(saved.keys()) == set(source.keys())
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    loaded = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "model", dtype=torch.float64
+    )
     assert_equal(dict(loaded.named_parameters()), weights, 1e-6)  # saved in float32
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_equal(
+    found: dict[str, Any], expected: dict[str, Tensor], tolerance: float
+) -> None:
     assert found.keys() == expected.keys()
     for name, each in expected.items():
-        torch.testing.assert_close(found[name].detach(), each, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            found[name].detach(), each, rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -251,7 +317,9 @@ def test_a_tower_computes_in_half_precision_and_a_frozen_one_is_kept_in_it(
     batch = samples("idefics3", path)
     engine = build(str(path), dtype="bfloat16", train_vision=trained)
     metrics = engine.forward_backward(batch, [(0, len(batch))], sft, Denominators.of(batch))
-    assert results(metrics)["loss"] == pytest.approx(reference("idefics3", path)[0], rel=2e-2)
+    assert results(metrics)["loss"] == pytest.approx(
+        reference("idefics3", path)[0], rel=2e-2
+    )
     for parameter in engine.module.tower:
         assert isinstance(parameter, DTensor) == trained
         assert parameter.dtype == (torch.float32 if trained else torch.bfloat16)
@@ -260,18 +328,26 @@ def test_a_tower_computes_in_half_precision_and_a_frozen_one_is_kept_in_it(
 def test_adapters_are_of_the_text_alone(vision_model: Callable[[str], Path]):
     path = str(vision_model("llava"))  # whose tower has modules of the same names
     engine = build(path, lora=LoraConfig(rank=2))
-    adapted = [name for name, each in engine.module.model.named_parameters() if each.requires_grad]
-    assert adapted and all(".language_model." in name and ".lora_" in name for name in adapted)
+    adapted = [
+        name for name, each in engine.module.model.named_parameters() if each.requires_grad
+    ]
+    assert adapted and all(
+        ".language_model." in name and ".lora_" in name for name in adapted
+    )
     with refused("model.lora.target_modules=fc1"):
         build(path, lora=LoraConfig(rank=2, target_modules="fc1"))
 
 
-def test_settings_that_do_not_suit_a_model_of_images_are_refused(vision_model: Callable[[str], Path]):
+def test_settings_that_do_not_suit_a_model_of_images_are_refused(
+    vision_model: Callable[[str], Path],
+):
     path = str(vision_model("qwen3_vl"))
     packed = load_model(ModelConfig(path=path), torch.float32, skeleton=True)
     pipeline = ParallelConfig(pipeline_parallel=2)
     with refused("policy.parallel.pipeline_parallel=2", UnsupportedModelError):
-        check_model(packed, ModelConfig(path=path), pipeline, head="lm", cuda=False, half=False)
+        check_model(
+            packed, ModelConfig(path=path), pipeline, head="lm", cuda=False, half=False
+        )
 
 
 def test_text_models_are_refused_images_and_a_trained_tower(
@@ -294,10 +370,14 @@ def test_a_placeholder_that_was_sampled_is_a_token(vision_model: Callable[[str],
     (placed,) = batch.objects["images"][0]
     ids = batch.tokens["input_ids"].clone()
     ids[-1] = packed.vision.image_token
-    layout = RowLayout(ModelConfig(path=str(path)), None, packed, torch.device("cpu"), torch.float32)
+    layout = RowLayout(
+        ModelConfig(path=str(path)), None, packed, torch.device("cpu"), torch.float32
+    )
     rows = layout.lay_out(replace(batch, tokens=batch.tokens | {"input_ids": ids}))
     assert rows.image_cells is not None
-    assert rows.image_cells.tolist() == list(range(placed.first, placed.first + placed.tokens))
+    assert rows.image_cells.tolist() == list(
+        range(placed.first, placed.first + placed.tokens)
+    )
     assert (
         rows.position_ids[:, 0, -1].unique().numel() == 1
     )  # text, after a grid of which some sides are shorter
