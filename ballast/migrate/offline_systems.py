@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ballast.migrate.commands import PREFERENCES, SFT, Command
+from ballast.migrate.offline_data import (
+    NAMES_OF_DATA,
+    ask_for_length,
+    name_data_of_nemo_rl,
+    name_data_of_skyrl,
+)
 from ballast.migrate.rules import (
     JOB_FLAGS,
     Recipe,
@@ -53,17 +59,6 @@ SECTIONS_OF_PRIME_RL = re.compile(
     r"(optim|scheduler|model\.(?:lora|ac|cp|cp_style|ep|dp_replicate))(?=\.|$)"
 )
 TEMPLATE = "policy.tokenizer.chat_template"
-NAMES_OF_DATA = tuple(
-    f"data.{part}.{name}"
-    for part in ("train", "validation")
-    for name in ("data_path", "dataset_name", "split")
-)
-OWN_NAMES = (
-    "ResponseDataset",
-    "PreferenceDataset",
-    "BinaryPreferenceDataset",
-    "openai_format",
-)
 
 
 def _as_it_is(recipe: Recipe) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def _derive_nemo_rl(
     elif isinstance(template, str) and template.endswith(".jinja"):
         ours["model.chat_template"] = template
     for part, key in (("train", "data.train"), ("validation", "data.validation")):
-        _name_data_of_nemo_rl(theirs, part, key, ours, to_decide)
+        name_data_of_nemo_rl(theirs, part, key, ours, to_decide)
     values = {
         key.rpartition(".")[2]: value
         for key, value in theirs.items()
@@ -121,31 +116,6 @@ def _derive_nemo_rl(
     if above_0(values.get("max_num_steps")) and above_0(values.get("max_num_epochs")):
         to_decide.append(
             f"run.steps={values['max_num_steps']}: fewer there, if {values['max_num_epochs']} epochs are."
-        )
-
-
-def _name_data_of_nemo_rl(
-    theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]
-) -> None:
-    parts = theirs.get(f"data.{part}")
-    first, *others = parts if isinstance(parts, list) and parts else [None]
-    section = first if isinstance(first, Mapping) else {}
-    path = section.get("data_path") or theirs.get(f"data.{part}.data_path")
-    name = section.get("dataset_name") or theirs.get(f"data.{part}.dataset_name")
-    if path:
-        split = (
-            theirs.get(f"data.{part}.split")
-            if "." not in str(path).rpartition("/")[2]
-            else None
-        )
-        ours[key] = f"{path}@{split}" if split else str(path)
-    elif name and name not in OWN_NAMES:
-        to_decide.append(
-            f"{key}: NeMo-RL's own data set {name} there. Write its records to a file and name it."
-        )
-    if others:
-        to_decide.append(
-            f"{key}: one file or folder here. Join the others: {', '.join(map(str, others))}."
         )
 
 
@@ -179,17 +149,11 @@ def _derive_areal(
             "is the prompt. Set data.prompt_key='' for such records."
         )
     if "train_dataset.max_length" not in theirs:
-        _ask_for_length(to_decide)
+        ask_for_length(to_decide)
     if epochs := above_0(theirs.get("evaluator.freq_epochs")):
         to_decide.append(
             f"validation.every: every {epochs} epochs there, in steps here. Set yours."
         )
-
-
-def _ask_for_length(to_decide: list[str]) -> None:
-    to_decide.append(
-        "data.max_tokens: without a limit there. 2048 here, longer records are dropped. Set yours."
-    )
 
 
 def _prepare_prime_rl(recipe: Recipe) -> dict[str, Any]:
@@ -322,37 +286,13 @@ def _derive_skyrl(
     if theirs.get("trainer.strategy", "megatron") != "megatron":
         decay_all(ours)
     for part, key in (("train", "data.train"), ("eval", "data.validation")):
-        _name_data_of_skyrl(theirs, part, key, ours, to_decide)
+        name_data_of_skyrl(theirs, part, key, ours, to_decide)
     if "max_length" not in theirs:
-        _ask_for_length(to_decide)
+        ask_for_length(to_decide)
     if steps := above_0(theirs.get("trainer.max_training_steps")) or above_0(
         theirs.get("num_steps")
     ):
         ours["run.steps"] = steps
-
-
-def _name_data_of_skyrl(
-    theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]
-) -> None:
-    older = "" if part == "train" else "eval_"
-    name, *others = paths_of(
-        theirs.get(f"{part}_datasets", theirs.get(f"{older}dataset_name"))
-    )
-    split = paths_of(
-        theirs.get(f"{part}_dataset_splits", theirs.get(f"{older}dataset_split"))
-    )[0]
-    if not name or "$" in name:
-        return
-    part_of_split, is_sliced, _ = split.partition("[")
-    ours[key] = f"{name}@{part_of_split}" if part_of_split else name
-    if is_sliced:
-        to_decide.append(
-            f"{key}={ours[key]}: {split} there. Write those records to a file to take them alone."
-        )
-    if others:
-        to_decide.append(
-            f"{key}={ours[key]}: one data set here. Join the others: {', '.join(others)}."
-        )
 
 
 def _prepare_slime(recipe: Recipe) -> dict[str, Any]:
@@ -387,7 +327,7 @@ def _derive_slime(
         ours["data.image_key"] = images["image"]
     if is_on(theirs, "gradient-checkpointing"):
         ours["model.gradient_checkpointing"] = "full"
-    _ask_for_length(to_decide)
+    ask_for_length(to_decide)
 
 
 OFFLINE_SYSTEMS = {
