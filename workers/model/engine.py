@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from workers.batch.dataproto import DataProto
@@ -29,13 +28,7 @@ from workers.config.optimizer import StepSettings
 from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, DataError
 from workers.model.checkpoint.checkpoint import Checkpointer
-from workers.model.checkpoint.export import write_folder
-from workers.model.checkpoint.lora import (
-    adapter_files,
-    adapter_weights,
-    without_adapters,
-    write_adapters,
-)
+from workers.model.checkpoint.lora import without_adapters
 from workers.model.forward_backward import EnginePass, TokenOutputs
 from workers.model.losses import (
     Denominators,
@@ -210,19 +203,6 @@ class TrainingEngine(ShardedModel):
 
         self._forward_passes("log_probs", sequences, micro_batches, finish, read=read)
         return self.stage.from_last(columns)
-
-    def output_layer(self) -> WholeLayer:
-        """Return the whole output layer, on the host of every rank. Collective."""
-        self._check_head("lm")
-        reshard(self.module)
-        weights = self.checkpoint_weights
-        weight, bias = (
-            as_numpy(weights.whole(name, self.dtype)) if weights.has(name) else None
-            for name in (f"{self._output_name}.weight", f"{self._output_name}.bias")
-        )
-        return WholeLayer(
-            weight, bias, self.module.softcap, self.module.logit_factor, self.dtype
-        )
 
     @torch.no_grad()
     def values(
@@ -451,35 +431,6 @@ class TrainingEngine(ShardedModel):
         self._check_adapters("have several policies")
         reshard(self.module)
         self.states.use(name)
-
-    def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, in peft's format. Collective. Raises OutputError, on every rank, if rank 0
-        cannot write.
-        """
-        weights = self._adapter_weights("save adapters")
-        write_folder(
-            Path(path), lambda folder: write_adapters(self.module.model, weights, folder)
-        )
-
-    def adapter_files(self) -> dict[str, np.ndarray]:
-        """Return the files of `save_adapters` by name, uint8 [bytes], empty except on rank 0. Collective."""
-        weights = self._adapter_weights("give adapters to engines")
-        return {} if dist.get_rank() else adapter_files(self.module.model, weights)
-
-    def _adapter_weights(self, action: str) -> dict[str, Tensor]:
-        """Return whole A and B by peft's names, on the host of the ranks at place zero."""
-        self._check_adapters(action)
-        reshard(self.module)
-        every = adapter_weights(self.module.model, self.device)
-        keep = self.parallel.is_place_zero
-        parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
-        return {name: weight for part in parts for name, weight in part.items()}
-
-    def _check_adapters(self, action: str) -> None:
-        if not self.has_adapters:
-            raise ConfigError(
-                f"an engine without adapters cannot {action}. Set model.lora.rank."
-            )
 
     @cached_property
     def checkpointer(self) -> Checkpointer:

@@ -2,6 +2,7 @@
 
 files --Source--> module on the CPU --adapters, stage, tensors, experts, FSDP2--> shards --> filled
 named_weights, save_pretrained: gather --> names of the files
+adapter_files, save_adapters, output_layer: the part that other engines and roles take
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,12 +22,25 @@ from workers.config.model import RECOMPUTED
 from workers.config.roles import ModelConfig, ParallelConfig
 from workers.errors import ConfigError
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion, Shard
-from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_model
+from workers.model.checkpoint.export import (
+    FILE_BYTES,
+    stored_dtype,
+    write_folder,
+    write_model,
+)
 from workers.model.checkpoint.loading import Source
-from workers.model.checkpoint.lora import add_adapters, lower_base, merged_shards
+from workers.model.checkpoint.lora import (
+    adapter_files,
+    adapter_weights,
+    add_adapters,
+    lower_base,
+    merged_shards,
+    write_adapters,
+)
 from workers.model.compiled_layers import compile_layers
 from workers.model.forward_backward import MicroBatchRunner
 from workers.model.layout import RowLayout
+from workers.model.losses.distillation import WholeLayer, as_numpy
 from workers.model.low_bit_linear import narrow_frozen
 from workers.model.model import PackedModel, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
@@ -117,13 +132,7 @@ class ShardedModel:
         self.routing = Routing(
             self.module, model_config, self.parallel, self.device, trained=trained
         )
-        self._numerics: tuple[Probe, Expected] | None = None
-        if check_numerics:
-            probe = make_probe(
-                self.module, self.dtype, temperature, self.layout.shared_from
-            )
-            expected = source.ask(lambda module: own_outputs(module, probe))
-            self._numerics = probe, expected
+        self._numerics = self._probe_numerics(source) if check_numerics else None
         if self.has_adapters and model_config.base_dtype != "float32":
             source.change(
                 lambda module: narrow_frozen(module.model, self.dtype, module.tower)
@@ -152,6 +161,12 @@ class ShardedModel:
             self.stage,
             self.module.frozen_names,
         )
+
+    def _probe_numerics(self, source: Source[PackedModel]) -> tuple[Probe, Expected]:
+        probe = make_probe(
+            self.module, self.dtype, self.temperature, self.layout.shared_from
+        )
+        return probe, source.ask(lambda module: own_outputs(module, probe))
 
     def _compare_numerics(self) -> None:
         """Compare with the model's own forward pass, if the check was asked for. Collective."""
@@ -292,6 +307,48 @@ class ShardedModel:
             file_bytes,
             chat_template=self.chat_template,
         )
+
+    def output_layer(self) -> WholeLayer:
+        """Return the whole output layer, on the host of every rank. Collective."""
+        self._check_head("lm")
+        reshard(self.module)
+        weights = self.checkpoint_weights
+        weight, bias = (
+            as_numpy(weights.whole(name, self.dtype)) if weights.has(name) else None
+            for name in (f"{self._output_name}.weight", f"{self._output_name}.bias")
+        )
+        return WholeLayer(
+            weight, bias, self.module.softcap, self.module.logit_factor, self.dtype
+        )
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write only the adapters, in peft's format. Collective. Raises OutputError, on every rank, if rank 0
+        cannot write.
+        """
+        weights = self._adapter_weights("save adapters")
+        write_folder(
+            Path(path), lambda folder: write_adapters(self.module.model, weights, folder)
+        )
+
+    def adapter_files(self) -> dict[str, np.ndarray]:
+        """Return the files of `save_adapters` by name, uint8 [bytes], empty except on rank 0. Collective."""
+        weights = self._adapter_weights("give adapters to engines")
+        return {} if dist.get_rank() else adapter_files(self.module.model, weights)
+
+    def _adapter_weights(self, action: str) -> dict[str, Tensor]:
+        """Return whole A and B by peft's names, on the host of the ranks at place zero."""
+        self._check_adapters(action)
+        reshard(self.module)
+        every = adapter_weights(self.module.model, self.device)
+        keep = self.parallel.is_place_zero
+        parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
+        return {name: weight for part in parts for name, weight in part.items()}
+
+    def _check_adapters(self, action: str) -> None:
+        if not self.has_adapters:
+            raise ConfigError(
+                f"an engine without adapters cannot {action}. Set model.lora.rank."
+            )
 
     def _before_backward(self, part: Part, last: bool) -> None:
         settings = self.parallel.config
