@@ -33,6 +33,7 @@ from ballast.certify.small_policy import (
     write_records,
 )
 from ballast.certify.subject import Subject
+from workers.user_code.process import end_with_parent
 
 CHECK = "train"
 ORACLE = "ballast.certify.held_out:certified_answer"
@@ -188,7 +189,12 @@ def _fit(folder: Path, settings: Mapping[str, Any]) -> str:
     command = [sys.executable, "-m", "controller.fit", "--config", str(file)]
     try:
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+            check=False,
+            preexec_fn=end_with_parent,
         )
     except subprocess.TimeoutExpired:
         return f"it took more than {TIME_LIMIT_S:g} s"

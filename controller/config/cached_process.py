@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from workers.user_code.process import end_with_parent
+
 WORKERS = Path(__file__).parents[2] / "workers"
 
 
@@ -48,6 +50,7 @@ def ask_module(module: str, request: Mapping[str, Any], timeout_s: int) -> tuple
             text=True,
             capture_output=True,
             timeout=timeout_s,
+            preexec_fn=end_with_parent,
         )
     except subprocess.TimeoutExpired:
         return None, f"the measuring process took more than {timeout_s} s"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from balancing.precompile import is_compiled
+from workers.user_code.process import end_with_parent
 
 
 @contextmanager
@@ -27,6 +28,7 @@ def compiling_planner() -> Iterator[Callable[[], object]]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,
     )
     try:
         yield process.wait

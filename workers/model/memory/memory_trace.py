@@ -54,6 +54,7 @@ from workers.model.sharding.stage_split import split_layers
 from workers.model.skeleton import build_skeleton
 from workers.model.stages.stage_pipeline import layer_costs
 from workers.model.vision.tower import Vision
+from workers.user_code.process import end_with_parent
 
 SMALLEST = 28  # pixels of a side
 
@@ -169,6 +170,8 @@ _ledgers: list[Ledger] = []
 
 def _become(ranks: int, rank: int) -> None:
     """Make this process a rank with a simulated GPU."""
+    # Its own end of the pool's pipes keeps it waiting for jobs after a killed owner.
+    end_with_parent()
     _ledgers.append(_entered.enter_context(fake_gpus(ranks, rank)).ledger)
 
 
