@@ -12,7 +12,15 @@ With expert parallelism the ranks of an ep group exchange rows twice:
     rows by expert --all-to-all--> rows by (rank, own expert) --gather--> by own expert ... and back
 
 A layer's route (sorting and counts) is made once a micro-batch: gradient checkpointing's recomputation reads
-it again, without exchange and without waiting. While the host waits for the counts, the device gathers rows.
+it again, without exchange and without waiting.
+
+    host     sort, counts, gather --waits for counts--> all-to-alls --> sort by own expert, products, ...
+    device   sort | counts ------> host | gather       | all-to-alls                       | sort, ...
+
+The device gathers rows while the host waits, and then finds the all-to-alls first. The next kernels are
+launched while rows travel. Without expert parallelism every size is known and the host never waits. A
+buffer for the worst case would need no wait either. It holds the tokens of the whole group times k, so
+elementwise kernels would move ep times as much, and smaller buffers drop tokens.
 
 T tokens, k experts of a token, H hidden size, I inner size, R rows that a rank receives.
 """
@@ -159,17 +167,20 @@ class Route:
         self._copied.record()
 
     @cached_property
-    def exchange(self) -> tuple[list[int], list[int], Order]:
-        """Rows for each rank, rows from each rank, and the order of those by own expert. The host waits for
-        them.
-        """
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Rows for each rank, and rows from each rank. The host waits for them."""
         self._copied.synchronize()
         sent, received = on_host(self._sizes, len(self.order.choices))
+        return sent, received
+
+    @cached_property
+    def received_order(self) -> Order:
+        """The order of received rows by own expert. Read it after the rows are on their way."""
         ends = self._received.flatten().cumsum(0)
         local_experts = self._received.shape[1]
-        rows = torch.arange(max(1, sum(received)), device=ends.device)
+        rows = torch.arange(max(1, sum(self.sizes[1])), device=ends.device)
         chosen = torch.searchsorted(ends, rows, right=True) % local_experts
-        return sent, received, Order.by_expert(chosen[:, None], local_experts)
+        return Order.by_expert(chosen[:, None], local_experts)
 
 
 def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
@@ -204,10 +215,10 @@ class GroupedExperts(RouterHook):
         if group is None:
             rows = _computed(experts, rows, weights, route.order)
         else:
-            sent, received, order = self._exchange(route)
-            rows, weights = (
-                _Exchange.apply(tensor, sent, received, group) for tensor in (rows, weights)
-            )
+            sent, received = self._sizes(route)
+            rows = _Exchange.apply(rows, sent, received, group)
+            weights = _Exchange.apply(weights, sent, received, group)
+            order = self._received_order(route)
             rows = _computed(
                 experts, order.rows(rows), order.values(weights[:, None]), order
             )
@@ -228,8 +239,12 @@ class GroupedExperts(RouterHook):
         return routes[experts]
 
     @torch.compiler.disable
-    def _exchange(self, route: Route) -> tuple[list[int], list[int], Order]:
-        return route.exchange
+    def _sizes(self, route: Route) -> tuple[list[int], list[int]]:
+        return route.sizes
+
+    @torch.compiler.disable
+    def _received_order(self, route: Route) -> Order:
+        return route.received_order
 
 
 def _computed(experts: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:

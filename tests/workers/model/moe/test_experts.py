@@ -1,6 +1,5 @@
 """Experts in rows by expert equal transformers' own function in float64, and routes are made once."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -61,34 +60,75 @@ def test_rows_by_expert_give_what_transformers_gives(
         )
 
 
-def exchanges(arguments: dict[str, Any]) -> tuple[int, int]:
-    """All-to-alls of a layer in a micro-batch, and how often the host waits for their sizes."""
+class RecordedCalls(CountedCalls):
+    """Lists operators in order, and the host's waits among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator._schema.name.partition("::")[2])
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def around_waits(self) -> list[tuple[list[str], list[str]]]:
+        """Return operators since the last exchange, and up to the next two, of each wait."""
+        waits = [index for index, name in enumerate(self.names) if name == WAIT]
+        ends = [index for index, name in enumerate(self.names) if name == EXCHANGE]
+        around = []
+        for wait in waits:
+            before = max(end for end in ends if end < wait)
+            after = [end for end in ends if end > wait][1]
+            names = self.names[before + 1 : wait], self.names[wait + 1 : after]
+            around.append(names)
+        return around
+
+
+WAIT = "wait for sizes"
+EXCHANGE = "alltoall_base_"
+
+
+def exchanges(arguments: dict[str, Any]) -> tuple[int, int, list[tuple[int, int]]]:
+    """All-to-alls of a layer in a micro-batch, how often the host waits for their sizes, and of each wait
+    the gathers queued before it, and the computing operators between it and the exchanges of rows.
+    """
     engine = TrainingEngine(
         arguments.pop("model"), optimizer=OptimizerConfig(), total_steps=1, **arguments
     )
-    sequences, waits, read = (
-        random_sequences(dtype=torch.float32),
-        Counter[str](),
-        moe.on_host,
-    )
+    sequences = random_sequences(dtype=torch.float32)
+    read = moe.on_host
+    calls = RecordedCalls()
 
-    def counted(*given: Any) -> list[list[int]]:
-        waits["on_host"] += 1
-        return read(*given)
+    def recorded(*sizes: Any) -> list[list[int]]:
+        calls.names.append(WAIT)
+        return read(*sizes)
 
-    moe.on_host = counted
-    with CountedCalls() as calls:
+    moe.on_host = recorded
+    with calls:
         engine.forward_backward(
             sequences, [(0, 5), (5, 11)], sft, Denominators.of(sequences)
         )
     moe.on_host = read
-    return calls.counts["c10d.alltoall_base_.default"] // 4, waits["on_host"] // 4
+    around = []
+    for before, after in calls.around_waits():
+        computing = [name for name in after if name not in (*ALLOCATIONS, EXCHANGE)]
+        around.append((before.count("index_select"), len(computing)))
+    return (
+        calls.counts["c10d.alltoall_base_.default"] // 4,
+        calls.names.count(WAIT) // 4,
+        around,
+    )
+
+
+ALLOCATIONS = {"empty", "new_empty", "zeros", "new_zeros", "slice", "view", "detach"}
 
 
 def test_recomputation_follows_the_routes_of_the_first_pass(
     ranks: RankPool, tmp_path
 ) -> None:
-    """Counts, rows, weights and outputs travel; recomputed are rows and weights; gradients travel back."""
+    """Counts, rows, weights and outputs travel; recomputed are rows and weights; gradients travel back. While
+    the host waits, the device gathers rows and weights, and then nothing delays the exchange.
+    """
     path = save_tiny_model(tmp_path / "experts", "qwen3_moe", tie_word_embeddings=False)
     shared = (
         f"model.path={path}",
@@ -102,4 +142,5 @@ def test_recomputation_follows_the_routes_of_the_first_pass(
         )
         settings = worker_arguments(config, "policy")
         arguments = {name: settings[name] for name in ("model", "device", "parallel")}
-        assert ranks.run(exchanges, 2, arguments) == [(all_to_alls, 1)] * 2
+        expected = (all_to_alls, 1, [(2, 0)] * 4)
+        assert ranks.run(exchanges, 2, arguments) == [expected] * 2
