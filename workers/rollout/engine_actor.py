@@ -13,7 +13,6 @@ import asyncio
 import time
 from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.placement import check_placement
-from workers.engine.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad
+from workers.engine.requests import Response, SampleRequest, SampleResult, WeightLoad
 from workers.engine.root_cause import prepare_error_file, root_cause
 from workers.engine.session_record import SessionRecord
 from workers.engine.vllm_interface import (
@@ -47,18 +46,22 @@ from workers.errors import BallastError, LostError, RolloutError, WorkerError
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rollout.engine_life import describe_death, end_engine, wait_while_alive
 from workers.rollout.players import AgentPlayer, EpisodePlayer, Player, load_renderer
-from workers.rollout.results import Row, Sample, finish_sample, flush
+from workers.rollout.pools import (
+    make_agent_pool,
+    make_tool_pool,
+    prepare_sandboxes,
+    remove_sandboxes,
+)
+from workers.rollout.results import Row, Sample, failed_result, finish_sample, flush
 from workers.rollout.turn_sampler import TurnSampler
 from workers.user_code.environments import EnvironmentPool
-from workers.user_code.tools import ToolPool
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 FLUSH_SECONDS = 0.25
-RECOMPUTE_SECONDS = (
-    0.02  # between looks at requests whose keys and values are computed again
-)
+# Between looks at requests whose keys and values are computed again.
+RECOMPUTE_SECONDS = 0.02
 
 
 class Update(Enum):
@@ -108,12 +111,12 @@ class VllmEngineActor:
         self._player: Player | None = None
         self._needs_reward = needs_reward
         if rollout.sandbox.kind:
-            self._prepare_sandboxes()
+            prepare_sandboxes(rollout.sandbox)
         if rollout.runs_agent and front is None:
-            self._agents = self._make_agent_pool(environment)
+            self._agents = make_agent_pool(rollout, environment)
             self._environments = self._agents
         elif rollout.tools:
-            self._environments = self._make_tool_pool(environment, environment_timeout_s)
+            self._environments = make_tool_pool(rollout, environment, environment_timeout_s)
         elif environment:
             self._environments = EnvironmentPool(environment, environment_timeout_s)
         self._caches = KeptCaches(rollout)
@@ -124,53 +127,6 @@ class VllmEngineActor:
         self._loads: list[WeightLoad] = []
         self._weights = WeightFile()  # empty unless rollout.weight_sync=delta
         self._recomputing: asyncio.Task[None] | None = None
-
-    def _prepare_sandboxes(self) -> None:
-        """Refuse a node that cannot make them, and remove those of processes that were killed."""
-        from workers.sandbox.kinds import (
-            check_sandbox,
-            export_settings,
-            remove_left_over_sandboxes,
-        )
-
-        check_sandbox(self.config.sandbox)
-        export_settings(self.config.sandbox)
-        remove_left_over_sandboxes(self.config.sandbox)
-
-    def _remove_sandboxes(self) -> None:
-        """Remove those of environments that ended with their process."""
-        from workers.sandbox.kinds import remove_left_over_sandboxes
-        from workers.sandbox.protocol import SandboxError
-
-        with suppress(SandboxError):  # the next start tries again, and its error is told
-            remove_left_over_sandboxes(self.config.sandbox)
-
-    def _make_agent_pool(self, agent: bytes) -> AgentPool:
-        rollout = self.config
-        limits: dict[str, Any] = {
-            "memory_gib": rollout.agent_memory_gib,
-            "processes": rollout.agent_processes,
-        }
-        if rollout.agent_command and rollout.sandbox.kind:
-            from workers.sandbox.pools import SandboxAgentPool
-
-            line = rollout.agent_command
-            return SandboxAgentPool(
-                line, rollout.agent_timeout_s, sandbox=rollout.sandbox, **limits
-            )
-        return AgentPool(rollout.agent_command or agent, rollout.agent_timeout_s, **limits)
-
-    def _make_tool_pool(self, tools: bytes, timeout_s: float) -> ToolPool:
-        rollout = self.config
-        limits = {
-            "max_calls": rollout.max_tool_calls,
-            "max_characters": rollout.max_tool_characters,
-        }
-        if rollout.sandbox.kind:
-            from workers.sandbox.pools import SandboxToolPool
-
-            return SandboxToolPool(tools, timeout_s, sandbox=rollout.sandbox, **limits)
-        return ToolPool(tools, timeout_s, **limits)
 
     def __repr__(self) -> str:
         return f"rollout {self.index}"
@@ -306,19 +262,7 @@ class VllmEngineActor:
                 f"the engine of rollout replica {self.index} died: {describe_death(error)}"
             ) from error
         except Exception as error:  # other errors of vLLM concern this request alone
-            reason = f"{type(error).__name__}: {error.__cause__ or error}"
-            if isinstance(error, TimeoutError) and request.timeout_s:
-                reason = f"it took more than {request.timeout_s:g} s"
-            tokens = len(request.prompt_ids)
-            result = SampleResult(
-                request.uid,
-                request.sample,
-                tokens,
-                0,
-                ERROR,
-                weight_version=-1,
-                error=reason,
-            )
+            result = failed_result(request, error)
         finally:
             self._caches.end(request.seed)
         # The weights at the start may have computed keys and values that all tokens read.
@@ -545,7 +489,7 @@ class VllmEngineActor:
         if self._environments is not None:
             await self._environments.stop()
             if self.config.sandbox.kind:
-                await asyncio.to_thread(self._remove_sandboxes)
+                await asyncio.to_thread(remove_sandboxes, self.config.sandbox)
         if self._gateway is not None:
             await self._gateway.stop()
         await asyncio.to_thread(end_engine, engine)

@@ -1,6 +1,7 @@
 """Results: what becomes of a sample whose last turn is sampled.
 
 Episode | Session + reward --finish_sample, finish_session--> (SampleResult, rows)
+error --failed_result--> SampleResult without rows
 (SampleResult, rows), ... --flush--> DataProto, list[SampleResult]
 """
 
@@ -15,7 +16,7 @@ from workers.batch.placed_images import keys
 from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
-from workers.engine.requests import LENGTH, STOP, TURNS, SampleRequest, SampleResult
+from workers.engine.requests import ERROR, LENGTH, STOP, TURNS, SampleRequest, SampleResult
 from workers.episodes.conversation import Conversation
 from workers.episodes.episode import Episode
 
@@ -121,3 +122,19 @@ def finish_sample(
         history_refused=bool(conversation and conversation.refused),
     )
     return result, rows
+
+
+def failed_result(request: SampleRequest, error: Exception) -> SampleResult:
+    reason = f"{type(error).__name__}: {error.__cause__ or error}"
+    if isinstance(error, TimeoutError) and request.timeout_s:
+        reason = f"it took more than {request.timeout_s:g} s"
+    tokens = len(request.prompt_ids)
+    return SampleResult(
+        request.uid,
+        request.sample,
+        tokens,
+        0,
+        ERROR,
+        weight_version=-1,
+        error=reason,
+    )
