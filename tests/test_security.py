@@ -20,7 +20,8 @@ from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import save_tiny_model
 from workers.config.roles import ModelConfig
 from workers.errors import ConfigError, DataError
-from workers.model.model import load_model, load_tokenizer
+from workers.model.model import load_model
+from workers.model.pretrained import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
@@ -95,7 +96,7 @@ def test_no_call_switches_a_protection_off() -> None:
         for call in calls(path)
         for keyword in call.keywords
     ]
-    assert ("workers/model/model.py", "trust_remote_code", "False") in keywords
+    assert ("workers/model/pretrained.py", "trust_remote_code", "False") in keywords
     for path, name, value in keywords:
         assert PROTECTIONS.get(name or "", value) == value, path
         assert value.strip("'") not in ("0.0.0.0", "::"), (

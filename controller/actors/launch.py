@@ -405,7 +405,7 @@ class _Launch:
         return engines
 
     def make_judge(self, engines: EnginePool, parser: RewardFunction) -> Judge:
-        from workers.model.model import load_tokenizer
+        from workers.model.pretrained import load_tokenizer
 
         assert isinstance(self.config, Config)
         config = self.config

@@ -180,7 +180,7 @@ def _vocabulary(model: "PreTrainedModel") -> int:
 
 def _check_tokens(config: TrainingConfig, role: Role) -> None:
     """Raise ConfigError unless the tokenizer of `role` gives every token of the policy's the same id."""
-    from workers.model.model import load_tokenizer
+    from workers.model.pretrained import load_tokenizer
 
     policy, role_vocabulary = (
         load_tokenizer(path).get_vocab() for path in (config.model.path, role.model.path)
@@ -221,7 +221,7 @@ def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:
 
 def _check_pad_token(config: TrainingConfig) -> None:
     """Raise ConfigError without a pad token, behind which transformers finds the scores of a batch."""
-    from workers.model.model import load_tokenizer
+    from workers.model.pretrained import load_tokenizer
 
     if load_tokenizer(config.model.path).pad_token_id is None:
         raise ConfigError(

@@ -294,7 +294,7 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     with log_if_slow(
         log, f"loading torch, and the tokenizer of model.path={config.model.path}"
     ):
-        from workers.model.model import load_tokenizer
+        from workers.model.pretrained import load_tokenizer
         from workers.model.vision.processor import load_placeholders
 
         tokenizer = load_tokenizer(config.model.path)

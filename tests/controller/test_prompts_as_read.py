@@ -27,7 +27,7 @@ from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
 from workers.chat_messages import clean_prompt
 from workers.errors import BallastError, ConfigError, DataError
-from workers.model.model import load_tokenizer
+from workers.model.pretrained import load_tokenizer
 from workers.rendering import Renderer
 
 TEMPLATE = (

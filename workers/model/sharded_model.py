@@ -42,11 +42,12 @@ from workers.model.forward_backward import MicroBatchRunner
 from workers.model.layout import RowLayout
 from workers.model.losses.distillation import WholeLayer, as_numpy
 from workers.model.low_bit_linear import narrow_frozen
-from workers.model.model import PackedModel, compute_dtype, load_tokenizer
+from workers.model.model import PackedModel, compute_dtype
 from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
 from workers.model.numerics_check import Expected, check_against_reference, own_outputs
 from workers.model.numerics_probe import Probe, make_probe
+from workers.model.pretrained import load_tokenizer
 from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import check_tokenizer, max_positions
 from workers.model.rules.model_rules import check_model, compiles

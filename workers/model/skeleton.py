@@ -20,9 +20,9 @@ from transformers.utils import logging
 from workers.config.roles import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.json_file import read_json
-from workers.model.model import (
+from workers.model.model import PackedModel
+from workers.model.pretrained import (
     LanguageModel,
-    PackedModel,
     check_complete,
     read_config,
     read_pretrained,

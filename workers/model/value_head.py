@@ -17,15 +17,8 @@ from transformers import AutoModelForSequenceClassification
 
 from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
-from workers.model.model import (
-    PackedModel,
-    Shapes,
-    check_complete,
-    described,
-    load_model,
-    read_pretrained,
-    read_rows,
-)
+from workers.model.model import PackedModel, Shapes, described, load_model, read_rows
+from workers.model.pretrained import check_complete, read_pretrained
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 

@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.workers.vision_families import PLACEHOLDERS, pictures
 from workers.errors import DataError
 from workers.images.images import digest_of, read_image
-from workers.model.model import load_tokenizer
+from workers.model.pretrained import load_tokenizer
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer
 

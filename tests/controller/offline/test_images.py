@@ -22,7 +22,7 @@ from tests.workers.vision_families import pictures
 from workers.batch.remote_batch import IMAGES
 from workers.errors import DataError
 from workers.images.images import digest_of, read_image
-from workers.model.model import load_tokenizer
+from workers.model.pretrained import load_tokenizer
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer
 

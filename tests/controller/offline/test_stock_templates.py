@@ -21,7 +21,7 @@ from examples.addition.warm_start import tokenizer as characters
 from tests.controller.offline.local_run import OF_COMMAND, SCHEMAS, SETTINGS
 from workers.chat_templates import variables_of
 from workers.errors import DataError
-from workers.model.model import load_tokenizer
+from workers.model.pretrained import load_tokenizer
 from workers.rendering import Renderer
 
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]

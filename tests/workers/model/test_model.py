@@ -11,7 +11,8 @@ from tests.refusals import refused
 from tests.workers.model.tiny import save_tiny_model, tiny_config
 from workers.batch.dataproto import DataProto
 from workers.config.roles import ModelConfig
-from workers.model.model import compute_dtype, load_model, load_tokenizer
+from workers.model.model import compute_dtype, load_model
+from workers.model.pretrained import load_tokenizer
 from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import pack
 

@@ -32,13 +32,14 @@ from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights
 from workers.model.checkpoint.stored_adapters import ADAPTER, is_adapter, load_adapters
 from workers.model.low_bit_linear import LowBitLinear, check_width
-from workers.model.model import decoder_of, described
+from workers.model.model import described
 from workers.model.moe.expert_adapters import (
     ExpertAdapter,
     add_expert_adapters,
     expert_adapters,
     stored_expert_weights,
 )
+from workers.model.pretrained import decoder_of
 from workers.model.rules.model_rules import WITHOUT_LINEAR
 from workers.model.sharding.parallel import full_tensor
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from balancing.model_fields import Fields
-from workers.model.model import decoder_of, layers_of_decoder
+from workers.model.pretrained import decoder_of, layers_of_decoder
 from workers.model.skeleton import CLASSES
 
 NO_PRODUCTS = ("A_log", "bias")

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from balancing.pipelines.pipeline import Kind, Pipeline
 from workers.errors import UnsupportedModelError
-from workers.model.model import PackedModel, decoder_of
+from workers.model.model import PackedModel
+from workers.model.pretrained import decoder_of
 from workers.model.rows.packing import MicroBatch
 from workers.model.sharding.parallel import Parallel, clip_gradients
 from workers.model.sharding.stage_layers import Part, StageLayers
