@@ -15,7 +15,7 @@ from ballast.certify.page import WIDTH, page_lines
 from controller.config import load
 from controller.lifecycle.input_lines import certificate_lines
 from controller.observability.certificates import read_certificate
-from controller.observability.report import certificate_table
+from controller.observability.report_tables import certificate_table
 from tests.ballast.certify.planted_rewards import HACKED, RIGHT
 
 GOOD = [

@@ -22,12 +22,12 @@ from balancing.analysis.lengths_file import plan_record
 from ballast.pages.report import main
 from controller.observability.report import (
     Section,
-    _tables,
     learning,
     policy,
     who_computes_when,
     write_report,
 )
+from controller.observability.report_tables import sample_tables
 from controller.observability.run_folder import RunFolder, RunWriter
 from tests.browser import (
     CONTRASTS,
@@ -216,7 +216,9 @@ def test_samples_by_reward_stand_in_for_a_validation_with_expected_answers(
         row |= {"reward": float(number), "record": f"level: 3\n{name}: WANTED{number}"}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (table,) = [
-        table for table in _tables(RunFolder(folder)) if table.title == "Samples by reward"
+        table
+        for table in sample_tables(RunFolder(folder))
+        if table.title == "Samples by reward"
     ]
     last = [
         number
