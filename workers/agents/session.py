@@ -15,17 +15,17 @@ mean over the leaves. A turn's offset is the mean of r - R over the leaves below
 received and nothing extends is dropped.
 """
 
-import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from workers.agents.message_texts import canonical, digest, exact
 from workers.batch.placed_images import Placed, keys
 from workers.batch.score import is_finite
 from workers.engine.requests import Response, join_responses, not_sampled
@@ -117,7 +117,7 @@ class Session(SampledTurns):
         """Find the longest recorded path that a chat extends. tools: with all else that changes its
         rendering.
         """
-        state = _digest("", json.dumps(tools, sort_keys=True, default=str))
+        state = digest("", json.dumps(tools, sort_keys=True, default=str))
         prefix = state
         answers = list[dict[str, Any]]()
         nodes = list[Node]()
@@ -133,8 +133,8 @@ class Session(SampledTurns):
                 answers.append(message)
             # Clients change the form of the policy's answers only. All of other messages is what a prompt
             # says.
-            state = _digest(state, _exact(message))
-            answer_key = _digest(prefix, canonical(*answers)) if answers else ""
+            state = digest(state, exact(message))
+            answer_key = digest(prefix, canonical(*answers)) if answers else ""
             if answers and place < len(messages) and answer_key in self._paths:
                 nodes = self._paths[answer_key]
                 covered = place
@@ -262,7 +262,7 @@ class Session(SampledTurns):
         """Let requests that hold `message` extend the node, such as what a stream sent where a parser reads
         otherwise.
         """
-        key = _digest(node.base, canonical(message))
+        key = digest(node.base, canonical(message))
         if key not in node.keys:
             node.keys.append(key)
         self._know(node)
@@ -479,61 +479,3 @@ def _describe_turn(node: Node, reward: float | None, turn: int | None) -> dict[s
         "reward": reward,
         "turn": turn,
     }
-
-
-def canonical(*messages: Mapping[str, Any]) -> str:
-    """Return what clients keep of the policy's messages: role, text without blanks, and calls with sorted
-    arguments.
-
-    Of several, such as an answer in pieces, as of one message. Reasoning is left out: clients may drop it.
-    """
-    texts = "".join(_text(message.get("content")) for message in messages)
-    calls = [
-        _call(call) for message in messages for call in message.get("tool_calls") or ()
-    ]
-    return json.dumps([messages[0].get("role"), texts, calls])
-
-
-def _exact(message: Mapping[str, Any]) -> str:
-    """Return all of a message. The order of keys counts in arguments of calls alone, which templates write as
-    it is.
-    """
-    calls = [
-        (call.get("id"), call.get("function", call))
-        for call in message.get("tool_calls") or ()
-    ]
-    texts = [
-        [name, function.get("name"), function.get("arguments")] for name, function in calls
-    ]
-    others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return _dump_sorted(others) + json.dumps(texts, default=str)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return "".join(content.split())
-    parts = content or () if not isinstance(content, Mapping) else (content,)
-    return "".join(
-        _text(part)
-        if isinstance(part, str)
-        else _text(part.get("text")) or _dump_sorted(part)
-        for part in parts
-    )
-
-
-def _call(call: Mapping[str, Any]) -> list[str]:
-    function = call.get("function") or {}
-    arguments: Any = (
-        function.get("arguments") or {}
-    )  # as templates get those that a cut call lacks
-    with suppress(ValueError, TypeError, RecursionError):
-        arguments = json.loads(arguments)
-    return [str(function.get("name")), _dump_sorted(arguments)]
-
-
-def _dump_sorted(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def _digest(prefix: str, text: str) -> str:
-    return hashlib.blake2b((prefix + text).encode(), digest_size=16).hexdigest()
