@@ -23,6 +23,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from workers.agents.api_forms import answers_in, error_body
+from workers.agents.exchange import (
+    Event,
+    Exchange,
+    Receive,
+    RefusedError,
+    Send,
+    answer_events,
+    send_answer,
+)
 from workers.agents.recording_client import RecordingClient
 from workers.agents.routes import build
 from workers.agents.session import Session
@@ -53,9 +62,6 @@ CALL_WITHOUT_ARGUMENTS = re.compile(rb'("function":\{"name":"(?:[^"\\]|\\.)*")\}
 KEEP_ALIVE_SECONDS = (
     600  # clients keep connections: with a short time, they write to one that closes
 )
-Event = dict[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
 OnTurns = Callable[[Sequence[Node]], Awaitable[None]]
 
 
@@ -66,64 +72,6 @@ class Access:
     base_url: str
     session_url: str
     key: str
-
-
-class RefusedError(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(eq=False)
-class Exchange:
-    """A request and its answer, as ASGI's events. A retry reads it from the start.
-
-    seat: of the agent that asked, by which its turns are rewarded too, or empty. abandoned: whether a client
-    left before its end. joined: retries that read it.
-    """
-
-    request: bytes
-    idempotency: bytes
-    seat: str = ""
-    events: list[Event] = field(default_factory=list)
-    held: list[Event] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    done: bool = False
-    abandoned: bool = False
-    joined: int = 0
-    began: float = field(default_factory=time.monotonic)
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    readers: set[asyncio.Event] = field(default_factory=set)
-
-    def tell(self, *events: Event, done: bool = False) -> None:
-        self.events += events
-        self.done = self.done or done
-        for reader in self.readers:
-            reader.set()
-
-    async def deliver(self, receive: Receive, send: Send) -> bool:
-        """Send all events as they come. Returns False if the client has left before the last."""
-        news = asyncio.Event()
-        place = 0
-        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
-        disconnect.add_done_callback(lambda _: news.set())
-        self.readers.add(news)
-        try:
-            while not disconnect.done():
-                if place < len(self.events):
-                    await send(self.events[place])
-                    place += 1
-                elif self.done:
-                    return True
-                else:
-                    news.clear()
-                    await news.wait()
-            return False
-        finally:
-            self.readers.discard(news)
-            disconnect.cancel()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -275,7 +223,7 @@ class Gateway:
         try:
             await self._answer(scope, path, dict(scope["headers"]), receive, send)
         except RefusedError as refused:
-            await _send(
+            await send_answer(
                 send, refused.status, error_body(path, refused.status, str(refused))
             )
 
@@ -301,7 +249,7 @@ class Gateway:
             return
         if route == "/reward":
             _reward(opened.session, body)
-            await _send(send, 200, b"{}")
+            await send_answer(send, 200, b"{}")
             return
         exchange = self._exchange(opened, scope, route, headers, body)
         delivered = await exchange.deliver(receive, send)
@@ -452,7 +400,7 @@ class Gateway:
             last = (
                 []
                 if exchange.events
-                else _events(500, error_body(route, 500, describe_error(error)))
+                else answer_events(500, error_body(route, 500, describe_error(error)))
             )
         finally:
             call.reserved.close()
@@ -466,7 +414,7 @@ class Gateway:
             return (
                 []
                 if exchange.events
-                else _events(410, error_body(route, 410, "the session is closed."))
+                else answer_events(410, error_body(route, 410, "the session is closed."))
             )
         events = [*exchange.events, *exchange.held]
         status = int(events[0]["status"])
@@ -485,7 +433,7 @@ class Gateway:
             if opened.on_turns is not None:
                 await opened.on_turns(exchange.nodes)
         if status >= 400 and not exchange.events:
-            return _events(status, error_body(route, status, _message(body)))
+            return answer_events(status, error_body(route, status, _message(body)))
         return exchange.held
 
 
@@ -515,25 +463,6 @@ def _message(body: bytes) -> str:
         error = document.get("error") or document.get("detail") or document
         return str(error.get("message", error) if isinstance(error, dict) else error)
     return body.decode(errors="replace")
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send(send: Send, status: int, body: bytes) -> None:
-    for event in _events(status, body):
-        await send(event)
-
-
-def _events(status: int, body: bytes) -> list[Event]:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    start = {"type": "http.response.start", "status": status, "headers": headers}
-    return [start, {"type": "http.response.body", "body": body}]
 
 
 def _reward(session: Session, body: bytes) -> None:
