@@ -27,7 +27,7 @@ from controller.algorithm.credit import has_offsets, session_advantages, turn_re
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
-from controller.rollout.samples import (
+from controller.rollout.batch_rows import (
     assign_teachers,
     newly_sampled,
     sample_numbers,

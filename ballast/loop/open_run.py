@@ -29,8 +29,9 @@ from controller.lifecycle.model_card import write_card
 from controller.observability.shown_text import other_columns, show_prompt
 from controller.observability.step_metrics import update_throughput
 from controller.primitives import PassResult, Samples, part_of, token_batch, with_columns
+from controller.rollout.batch_rows import sample_numbers, with_record_columns
 from controller.rollout.buffer import SamplingRound
-from controller.rollout.samples import RolloutBatch, sample_numbers, with_record_columns
+from controller.rollout.samples import RolloutBatch
 from controller.run import Run
 from controller.step import on_training_roles
 from controller.step import send_weights as publish

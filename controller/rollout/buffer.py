@@ -27,15 +27,17 @@ from controller.engines.router import Key
 from controller.observability.failures import failed_sample, place_of
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
+from controller.rollout.batch_rows import (
+    sample_numbers,
+    trainable_rows,
+    with_record_columns,
+)
 from controller.rollout.model_scores import ScoreScales, with_model_scores
 from controller.rollout.samples import (
     SAMPLED_COLUMNS,
     TOKEN_COLUMNS,
     RolloutBatch,
     assemble,
-    sample_numbers,
-    trainable_rows,
-    with_record_columns,
 )
 from workers.batch.remote_batch import RemoteBatch, store_images
 from workers.batch.score import Score

@@ -16,13 +16,9 @@ from controller.algorithm.credit import has_offsets
 from controller.config import Config
 from controller.data.sample_functions import SampleFunction
 from controller.observability.run_record import RunRecord
+from controller.rollout.batch_rows import KEPT_ADVANTAGES, sample_numbers, trainable_rows
 from controller.rollout.sample_files import read_rows, write_rows
-from controller.rollout.samples import (
-    KEPT_ADVANTAGES,
-    SAMPLED_COLUMNS,
-    sample_numbers,
-    trainable_rows,
-)
+from controller.rollout.samples import SAMPLED_COLUMNS
 from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
 

@@ -6,8 +6,8 @@
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +17,22 @@ from controller.algorithm.validation_metrics import ScoredResponse
 from controller.observability.recorded_values import as_recorded
 from controller.observability.shown_text import other_columns, shorten, show_prompt
 from controller.observability.step_metrics import session_metrics
-from workers.batch.dataproto import ROUTED_EXPERTS, object_column, record_column
+from controller.rollout.batch_rows import training_rows
+from workers.batch.dataproto import ROUTED_EXPERTS, object_column
 from workers.batch.remote_batch import IMAGES, RemoteBatch, places, store_images
 from workers.batch.score import LONGEST_SENT, TOOL_PARTS, Score, with_texts
-from workers.engine.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
+from workers.engine.requests import COUNTS, LENGTH, TURNS, SampleResult
 from workers.errors import RolloutError, UnfinishedError
 
 if TYPE_CHECKING:
-    from controller.config.sections import RewardConfig
     from controller.data.prompts import Prompt
     from controller.engines.engine_pool import Sample
     from controller.engines.router import Key
-    from workers.config.roles import TeacherConfig
 
 SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
-BRANCH_COLUMNS = tuple(column.name for column in fields(Branch))
 EXAMPLE_COLUMNS = (
     "uid",
     "sample",
@@ -43,8 +41,6 @@ EXAMPLE_COLUMNS = (
     "weight_version",
     "reward",
 )
-KEPT_ADVANTAGES = "kept_advantages"
-"""Column: advantages of replayed rows, NaN for new rows."""
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 
 
@@ -328,49 +324,6 @@ class RolloutBatch:
         }
 
 
-def trainable_rows(batch: RemoteBatch, reward: "RewardConfig") -> RemoteBatch:
-    """Return the sequences that the loss sees: with reward.truncated=mask, those that no limit cut off."""
-    return batch.select(~batch["truncated"]) if reward.truncated == "mask" else batch
-
-
-def training_rows(samples: RemoteBatch) -> RemoteBatch:
-    """Replace each sample with branches by these, in order, with their lengths, prompts and tokens."""
-    branches = [sample_branches or (None,) for sample_branches in samples["branches"]]
-    rows = samples.select(
-        np.repeat(
-            np.arange(len(samples)), [len(sample_branches) for sample_branches in branches]
-        )
-    )
-    branch_rows = [
-        (row, number, branch)
-        for row, (number, branch) in enumerate(_number_branches(branches))
-        if branch
-    ]
-    columns = {
-        name: column.copy() for name, column in rows.columns.items() if name != "branches"
-    }
-    tokens = {name: column.copy() for name, column in rows.tokens.items()}
-    for row, number, branch in branch_rows:
-        for name in columns.keys() & set(BRANCH_COLUMNS):
-            columns[name][row] = getattr(branch, name)
-        for column in tokens.values():
-            block, name, first = column[row]
-            column[row] = (block, name, first + 1 + number)
-    return RemoteBatch(columns, tokens, samples.meta)
-
-
-def _number_branches(branches: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-    return itertools.chain.from_iterable(map(enumerate, branches))
-
-
-def sample_numbers(rows: RemoteBatch) -> np.ndarray:
-    """Number samples from 0, int64 [B], one for all rows of a sample, which stand together."""
-    follows = [
-        np.append(False, rows[name][1:] == rows[name][:-1]) for name in ("uid", "sample")
-    ]
-    return np.cumsum(~(follows[0] & follows[1])) - 1 if len(rows) else np.empty(0, np.int64)
-
-
 def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the mean and number of rewards of the first turns, if any turn earned one."""
     metrics: dict[str, float] = {}
@@ -385,47 +338,6 @@ def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
             f"turn/samples/{turn + 1}": float(len(rewards)),
         }
     return metrics
-
-
-def with_record_columns(
-    batch: RemoteBatch, prompts: Mapping[str, "Prompt"], names: Sequence[str]
-) -> RemoteBatch:
-    """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by
-    uid.
-    """
-    records = [prompts[uid].columns for uid in batch["uid"].tolist()]
-    columns = {}
-    for name in names:
-        columns[name] = record_column([record[name] for record in records])
-    return batch.with_columns(**columns)
-
-
-def assign_teachers(
-    settings: "TeacherConfig", batch: RemoteBatch, prompts: Mapping[str, "Prompt"]
-) -> tuple[np.ndarray, RemoteBatch]:
-    """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that
-    teachers read. prompts: by uid.
-    """
-    batch_prompts = [prompts[uid] for uid in batch["uid"].tolist()]
-    names = np.array(
-        [
-            str(prompt.columns[settings.key]) if settings.paths else ""
-            for prompt in batch_prompts
-        ]
-    )
-    if not settings.context_key:
-        return names, batch
-    ids = [prompt.teacher_ids for prompt in batch_prompts]
-    added = np.array([len(prompt_ids) for prompt_ids in ids]) - batch["prompt_tokens"]
-    numbers: dict[bytes, int] = {}
-    return names, batch.with_columns(
-        length=batch["length"] + added,
-        prompt_tokens=batch["prompt_tokens"] + added,
-        prompt_hash=np.array(
-            [numbers.setdefault(prompt_ids.tobytes(), len(numbers)) for prompt_ids in ids]
-        ),
-        teacher_prompt=object_column(ids),
-    )
 
 
 def assemble(
@@ -523,12 +435,3 @@ def _record_turns(score: Score, longest: int) -> dict[str, Any]:
 
 def _shorten_texts(texts: Mapping[str, str], longest: int) -> dict[str, str]:
     return {name: shorten(text, longest) for name, text in texts.items()}
-
-
-def newly_sampled(batch: RemoteBatch) -> RemoteBatch:
-    """Return the rows that were not replayed."""
-    return (
-        batch.select(np.isnan(batch[KEPT_ADVANTAGES]))
-        if KEPT_ADVANTAGES in batch.columns
-        else batch
-    )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from balancing import plan_batch
 from controller import step
 from controller.planning.planner import prefix_columns
-from controller.rollout.samples import BRANCH_COLUMNS
+from controller.rollout.batch_rows import BRANCH_COLUMNS
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.refusals import refused
 from tests.workers.model.exact import whole_gradients

@@ -9,13 +9,9 @@ import pytest
 
 from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
+from controller.rollout.batch_rows import assign_teachers, sample_numbers
 from controller.rollout.model_scores import ScoreScales
-from controller.rollout.samples import (
-    RolloutBatch,
-    assemble,
-    assign_teachers,
-    sample_numbers,
-)
+from controller.rollout.samples import RolloutBatch, assemble
 from tests.controller.observability.recorded_sessions import FORKED
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
