@@ -20,7 +20,7 @@ import numpy as np
 from ballast import __version__
 from controller.config.recorded import load_recorded
 from controller.observability.run_folder import recorded_steps, step_file, writing
-from controller.rollout.sample_files import open_arrays
+from controller.rollout.array_files import open_arrays
 from controller.rollout.samples import TOKEN_COLUMNS
 from workers.batch.remote_batch import IMAGES
 from workers.errors import ConfigError, DataError, clause

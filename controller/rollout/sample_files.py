@@ -10,20 +10,24 @@ Compressed arrays: rows of tokens with offsets, each image once, results and sco
 without pickle. Writing raises LostError for tokens of a node that is gone.
 """
 
-import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import ray
 
-from controller.observability.run_folder import writing
+from controller.rollout.array_files import (
+    as_bytes,
+    from_bytes,
+    open_arrays,
+    pack_rows,
+    select_arrays,
+    unpack_rows,
+    write_arrays,
+)
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from controller.rollout.update_record import UpdateRecord
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
@@ -40,7 +44,7 @@ from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import Response, SampleResult
 from workers.engine.session_record import Node, SessionRecord
-from workers.errors import DataError, clause
+from workers.errors import DataError
 
 PARTIAL = ("ids", "log_probs", "versions")
 """Kept fields of an unfinished Response."""
@@ -109,11 +113,11 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
             for seed, session in sessions.items()
         ],
     }
-    arrays = {"records": _as_bytes(records)} | {
+    arrays = {"records": as_bytes(records)} | {
         name: experts for name, experts in routed.items() if experts is not None
     }
-    arrays |= _pack("turns", DataProto.from_rows(turns))
-    arrays |= _pack(
+    arrays |= pack_rows("turns", DataProto.from_rows(turns))
+    arrays |= pack_rows(
         "finished",
         DataProto.from_rows([row for sample in samples.finished for row in sample.rows]),
     )
@@ -124,16 +128,16 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
         for images in _row_images(sample.result)
     ]
     arrays |= _pack_images([*images, *(node.images for node in nodes)])
-    arrays |= _pack("partial", DataProto.from_rows(partial))
-    _write(path, arrays)
+    arrays |= pack_rows("partial", DataProto.from_rows(partial))
+    write_arrays(path, arrays)
 
 
 def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
     with open_arrays(path) as arrays:
-        records = _from_bytes(arrays["records"])
+        records = from_bytes(arrays["records"])
         sample_rows, turns = (
-            _rows(_unpack(name, arrays)) if f"{name}.offsets" in arrays else []
+            _rows(unpack_rows(name, arrays)) if f"{name}.offsets" in arrays else []
             for name in ROWS
         )
         images = _unpack_images(arrays, len(sample_rows) + len(turns))
@@ -141,7 +145,7 @@ def read_samples(path: Path) -> StoredSamples:
         finished = [_read_finished(record, rows) for record in records["finished"]]
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"])
-            for row in _rows(_unpack("partial", arrays))
+            for row in _rows(unpack_rows("partial", arrays))
         ]
         routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
         turn_parts = zip(turns, images[len(sample_rows) :], routed, strict=True)
@@ -180,7 +184,7 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     arrays["trained"] = np.array(
         [row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64
     )
-    arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
+    arrays["scores"] = as_bytes([asdict(score) for score in rollout.by_sample.values()])
     if IMAGES in samples.columns:
         images = []
         for sample_images, branches in zip(
@@ -197,7 +201,7 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
             for n in range(1 + len(branches))
         ]
     )
-    _write(path, arrays | _pack("tokens", tokens))
+    write_arrays(path, arrays | pack_rows("tokens", tokens))
 
 
 def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> RolloutBatch:
@@ -206,8 +210,8 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     Raises DataError for a file that is missing or broken.
     """
     with open_arrays(path) as arrays:
-        tokens = _unpack("tokens", arrays)
-        columns = _select_arrays("columns", arrays)
+        tokens = unpack_rows("tokens", arrays)
+        columns = select_arrays("columns", arrays)
         trained = arrays["trained"]
         columns = (
             dict.fromkeys(
@@ -217,10 +221,10 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         )
         objects = {
             name: object_column(values)
-            for name, values in _from_bytes(arrays["objects"]).items()
+            for name, values in from_bytes(arrays["objects"]).items()
         }
-        scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
-        added = _select_arrays("added", arrays) | objects
+        scores = [Score(**values) for values in from_bytes(arrays["scores"])]
+        added = select_arrays("added", arrays) | objects
         prompts = columns["prompt_tokens"].tolist()
         branches = columns["branches"]
         images = _unpack_images(arrays, len(tokens))
@@ -263,7 +267,7 @@ def write_update(
     for name in UPDATE_COLUMNS:
         if name in batch.tokens:
             arrays[f"tokens.{name}"] = _fetch_column(batch.tokens[name])
-    _write(path, arrays)
+    write_arrays(path, arrays)
 
 
 def write_log_probs(path: Path, record: UpdateRecord) -> None:
@@ -279,7 +283,7 @@ def write_log_probs(path: Path, record: UpdateRecord) -> None:
     for name in dict.fromkeys(name for metrics in record.metrics for name in metrics):
         values = [metrics.get(name, np.nan) for metrics in record.metrics]
         arrays[f"metrics.{name}"] = np.array(values, np.float64)
-    _write(path, arrays)
+    write_arrays(path, arrays)
 
 
 def _fetch_column(column: np.ndarray) -> np.ndarray:
@@ -298,18 +302,18 @@ def write_rows(path: Path, rows: RemoteBatch) -> None:
     }
     tokens = _fetch_rows([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
     images = _pack_images(rows.columns.get(IMAGES, ()))
-    _write(path, _columns("columns", columns) | _pack("tokens", tokens) | images)
+    write_arrays(path, _columns("columns", columns) | pack_rows("tokens", tokens) | images)
 
 
 def read_rows(path: Path) -> RemoteBatch:
     """Read rows to train on. Raises DataError for a file that is missing or broken."""
     with open_arrays(path) as arrays:
-        tokens = _unpack("tokens", arrays)
+        tokens = unpack_rows("tokens", arrays)
         objects = {
             name: object_column(values)
-            for name, values in _from_bytes(arrays["objects"]).items()
+            for name, values in from_bytes(arrays["objects"]).items()
         }
-        columns = _select_arrays("columns", arrays) | objects
+        columns = select_arrays("columns", arrays) | objects
         prompts = enumerate(columns["prompt_tokens"].tolist())
         images = _unpack_images(arrays, len(tokens))
     columns |= {IMAGES: object_column(images)} if any(images) else {}
@@ -330,7 +334,7 @@ def _columns(group: str, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndar
         if column.dtype.kind == "O"
     }
     try:
-        arrays = {"objects": _as_bytes(objects)}
+        arrays = {"objects": as_bytes(objects)}
     except TypeError as error:
         raise DataError(
             f"algorithm.loss.columns={','.join(objects)}: a column cannot be kept in a file: {error}. Give "
@@ -375,15 +379,15 @@ def _pack_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
         f"image.{digest}": np.frombuffer(image.data, np.uint8)
         for digest, image in contents.items()
     }
-    return {IMAGES: _as_bytes({"places": places, "sizes": sizes})} | packed
+    return {IMAGES: as_bytes({"places": places, "sizes": sizes})} | packed
 
 
 def _unpack_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Placed]:
     """Return the images of `count` rows, in the object store."""
     if IMAGES not in arrays:
         return [()] * count
-    index = _from_bytes(arrays[IMAGES])
-    data = _select_arrays("image", arrays)
+    index = from_bytes(arrays[IMAGES])
+    data = select_arrays("image", arrays)
     images = {
         digest: Image(int(digest), width, height, ray.put(data[digest].tobytes()))
         for digest, (width, height) in index["sizes"].items()
@@ -398,56 +402,6 @@ def _unpack_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Placed]
 
 def _hashes(row: Mapping[str, np.ndarray], images: Placed, prompt: int) -> bytes:
     return prefix_hashes(keys(row["input_ids"], images), prompt)
-
-
-def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part_path = path.with_suffix(".part.npz")
-        np.savez_compressed(part_path, **arrays)  # type: ignore[arg-type]
-        part_path.replace(path)
-
-
-@contextmanager
-def open_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
-    """Open a file for the block. Errors of both become a DataError."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            yield arrays
-    except (OSError, ValueError, KeyError, TypeError, BadZipFile, zlib.error) as error:
-        reason = (
-            "it is not a file of samples" if "allow_pickle" in str(error) else clause(error)
-        )
-        raise DataError(
-            f"{path} cannot be read: {reason}. Record the samples again."
-        ) from None
-
-
-def _as_bytes(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-
-
-def _from_bytes(array: np.ndarray) -> Any:
-    return json.loads(array.tobytes())
-
-
-def _pack(name: str, block: DataProto) -> dict[str, np.ndarray]:
-    return {f"{name}.offsets": block.offsets} | {
-        f"{name}.{column}": values for column, values in block.tokens.items()
-    }
-
-
-def _unpack(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
-    columns = _select_arrays(name, arrays)
-    return DataProto(np.diff(columns.pop("offsets")), columns)
-
-
-def _select_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        key.removeprefix(f"{name}."): arrays[key]
-        for key in arrays
-        if key.startswith(f"{name}.")
-    }
 
 
 def _record(sample: FinishedSample) -> dict[str, Any]:
