@@ -8,13 +8,8 @@ import numpy as np
 from controller.config.offline import LearnedDataConfig, OfflineDataConfig
 from controller.data.prompts import epoch_order, warn_of_left_out
 from controller.observability.slow_work import Log, count_if_slow
-from controller.offline.tokenized import (
-    Example,
-    Row,
-    example_row,
-    expand_images,
-    scored_row,
-)
+from controller.offline.examples import Example
+from controller.offline.tokenized import Row, example_row, expand_images, scored_row
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Placed, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, store_images

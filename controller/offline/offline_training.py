@@ -32,7 +32,7 @@ from controller.lifecycle.session import is_finished, prepare_start, run_trainin
 from controller.lifecycle.tokenized_inputs import load_renderer
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
-from controller.offline.tokenized import (
+from controller.offline.examples import (
     Example,
     preference_examples,
     reading_images,

@@ -21,7 +21,7 @@ from controller.lifecycle.input_lines import prompt_lines
 from controller.lifecycle.inputs import try_inputs
 from controller.lifecycle.tokenized_inputs import Inputs, tokenize_inputs
 from controller.observability.shown_text import show_prompt
-from controller.offline.tokenized import sft_examples
+from controller.offline.examples import sft_examples
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.offline.tokenized import Example, example_row
+from controller.offline.examples import Example
+from controller.offline.tokenized import example_row
 from examples.calculator import data
 from examples.calculator.environment import Calculator
 from examples.calculator.warm_start import characters, conversation, episode

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from controller import fit
-from controller.offline.tokenized import Example, example_row
+from controller.offline.examples import Example
+from controller.offline.tokenized import example_row
 from examples.addition.warm_start import create_model
 from examples.tools import data
 from examples.tools.reward import exact_match

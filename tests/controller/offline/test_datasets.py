@@ -4,7 +4,7 @@ import pytest
 
 from controller.config.offline import SftDataConfig
 from controller.offline.datasets import SequenceDataset
-from controller.offline.tokenized import Example
+from controller.offline.examples import Example
 from tests.controller.stand_ins.local_ray import LocalRay
 from workers.batch.remote_batch import RemoteBatch
 from workers.rendering import Renderer

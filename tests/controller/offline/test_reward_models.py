@@ -13,7 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from controller.config.offline import RewardDataConfig
 from controller.observability.metric_table import spec_of
 from controller.observability.report import write_report
-from controller.offline.tokenized import Row, reward_examples, scored_row
+from controller.offline.examples import reward_examples
+from controller.offline.tokenized import Row, scored_row
 from controller.training_loop import Outcome
 from examples.addition import data
 from examples.addition.warm_start import tokenizer

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.offline.tokenized import example_row, sft_examples, with_options
+from controller.offline.examples import sft_examples, with_options
+from controller.offline.tokenized import example_row
 from tests.controller.offline.test_stock_templates import (
     SPECIAL,
     TEMPLATES,

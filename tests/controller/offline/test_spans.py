@@ -4,12 +4,8 @@ from typing import Any
 
 import pytest
 
-from controller.offline.tokenized import (
-    example_row,
-    preference_examples,
-    scored_row,
-    sft_examples,
-)
+from controller.offline.examples import preference_examples, sft_examples
+from controller.offline.tokenized import example_row, scored_row
 from tests.controller.offline.test_stock_templates import (
     TEMPLATES,
     renderer,

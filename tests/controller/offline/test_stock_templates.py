@@ -14,8 +14,9 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from controller.config import load_as
+from controller.offline.examples import sft_examples, with_options
 from controller.offline.offline_training import read_inputs
-from controller.offline.tokenized import Row, example_row, sft_examples, with_options
+from controller.offline.tokenized import Row, example_row
 from examples.addition.data import write_records
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.offline.local_run import OF_COMMAND, SCHEMAS, SETTINGS

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import Regex, normalizers
 
-from controller.offline.tokenized import Example, example_row, scored_row
+from controller.offline.examples import Example
+from controller.offline.tokenized import example_row, scored_row
 from tests.workers.tokenizer_schemes import SCHEMES, make_tokenizer, make_word_pieces
 from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import SessionPrompt

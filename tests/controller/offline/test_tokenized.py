@@ -9,7 +9,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from controller.data.records import Record
-from controller.offline.tokenized import Row, example_row, preference_examples, sft_examples
+from controller.offline.examples import preference_examples, sft_examples
+from controller.offline.tokenized import Row, example_row
 from examples.addition.warm_start import tokenizer as characters
 from tests.refusals import refused
 from workers.errors import DataError
