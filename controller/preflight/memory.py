@@ -13,28 +13,29 @@ import json
 import math
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from balancing.cost_model import image_flops
 from controller.config import Config, TrainingConfig
 from controller.config.cached_process import WORKERS, ask_module, cache_file, keep_answer
 from controller.config.file import value_of
 from controller.config.functions import source_file
-from controller.config.model_files import ModelFiles, read_model_files
-from controller.config.role_table import RoleSpec
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
-from workers.config.model import ATTENTION_KEPT, LIGHTER, ROUNDED
-from workers.config.roles import LossConfig
+from controller.preflight.trace_request import (
+    LAYERS,
+    is_offloaded,
+    measured_role,
+    offloads_optimizer,
+    request,
+)
+from workers.config.model import LIGHTER, ROUNDED
 from workers.errors import ConfigError
 
 Checked = TypeVar("Checked", bound=TrainingConfig)
 GIB = 2**30
 USABLE_SHARE = 0.9
-LAYERS = (3, 4)
-"""Layers of the measured model. With two, none is gathered ahead. From three on, each adds the same."""
 TIMEOUT_S = 600
 ASLEEP_GIB, ASLEEP_EAGER_GIB = 1.0, 0.25
 """Of a sleeping engine on each GPU, with CUDA graphs and without: estimates, see docs/placement.md."""
@@ -43,7 +44,6 @@ STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.01}
 """Bytes of AdamW's moments for a parameter, by `state_dtype`. Other optimisers keep no more."""
 HAVE_MOMENTS = ("adamw", "muon")
 """Optimisers with `state_dtype`."""
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 Parts = dict[str, float]
 """GiB by part."""
@@ -196,114 +196,13 @@ def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
     return memory
 
 
-def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
-    """Build the request for `workers.model.memory.memory_trace.trace`. layers: the numbers of layers that are
-    built.
-    """
-    loss = config.algorithm.loss if isinstance(config, Config) else LossConfig()
-    return {
-        "ranks": config.training_workers,
-        "layers": layers,
-        "longest": config.longest_sequence,
-        "parallel": asdict(config.policy.parallel),
-        "reshard_after_forward": config.policy.reshard_after_forward,
-        "entropy_coefficient": loss.entropy_coefficient,
-        "hidden_states": loss.hidden_states,
-        "distillation": asdict(loss.distillation),
-        "roles": {
-            f"{role} {name}".strip(): _role(config, role, name)
-            for role in config.training_roles
-            for name in config.models_of(role)
-        },
-    }
-
-
-def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
-    from workers.model.rules.model_rules import compiles
-
-    spec = config.spec(role)
-    model = config.models_of(role)[name]
-    files = read_model_files(model.path, spec.path_setting(name))
-    description = dict(files.description)
-    settings = asdict(model) | {
-        "path": "",
-        "logprob_chunk_tokens": model.chunk_tokens("cuda"),
-    }
-    # Without checkpointing a compiled layer keeps about 0.7 of what is measured.
-    settings["compile"] = "never"
-    compiled = compiles(
-        model, config.policy.parallel, cuda=True, images="vision_config" in description
-    )
-    if compiled and model.gradient_checkpointing == "selective":
-        settings["gradient_checkpointing"] = ATTENTION_KEPT
-    sharing = config.policy.parallel.context_parallel
-    return {
-        "description": description,
-        "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
-        "head": spec.head,
-        "trains": spec.learns,
-        "tokens": {
-            call: limits.max_tokens * sharing
-            for call in spec.passes
-            if (limits := config.limits.get(f"{role}.{call}"))
-        },
-        "cpu_offload": _is_offloaded(config, role),
-        "optimizer_offload": _offloads_optimizer(config, role),
-        "optimizer": {
-            option: value_of(config, f"{spec.settings_section}.optimizer.{option}")
-            for option in ("name", "function", "momentum", "state_dtype")
-        }
-        if spec.learns
-        else {},
-        "images": _images(config, files, role),
-    }
-
-
-def _images(config: TrainingConfig, files: ModelFiles, role: str) -> dict[str, Any]:
-    """Return `memory_trace.Role.images`: nothing for a model of text, or without a processor's files."""
-    processor_texts = [
-        file.read_text() for name in PROCESSORS if (file := files.folder / name).is_file()
-    ]
-    if "vision_config" not in files.description or not processor_texts:
-        return {}
-    cap = config.limits[f"{role}.update"].max_patches if role == "policy" else 0
-    return {
-        "folder": str(files.folder),
-        "processor": processor_texts,  # for the cache
-        "pixels": value_of(config, "data.image_pixels.max"),
-        "prompt": config.data.max_prompt_tokens
-        if isinstance(config, Config)
-        else config.longest_sequence,
-        "update": int(cap / image_flops(files.description)[2]),
-    }
-
-
-def _is_offloaded(config: TrainingConfig, role: str) -> bool:
-    return value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") in (
-        True,
-        "all",
-    )
-
-
-def _offloads_optimizer(config: TrainingConfig, role: str) -> bool:
-    return bool(
-        value_of(config, f"{_spec(config, role).settings_section}.cpu_offload")
-        == "optimizer"
-    )
-
-
 def _state_bytes(config: TrainingConfig, role: str) -> float:
     """Return the bytes of a role's optimiser state, for each parameter that is trained."""
-    spec = _spec(config, role)
+    spec = measured_role(config, role)
     if not spec.learns:
         return 0
     optimizer = value_of(config, f"{spec.settings_section}.optimizer")
     return STATE_BYTES[optimizer.state_dtype]
-
-
-def _spec(config: TrainingConfig, measured: str) -> RoleSpec:
-    """Return the role of a measured model: a role's name, which one of its models' may follow."""
-    return config.spec(measured.partition(" ")[0])
 
 
 def _cache_file(trace_request: Mapping[str, Any]) -> Path:
@@ -342,10 +241,10 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
         "model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB
     }
     for role, size in sizes.items():
-        if _is_offloaded(config, role):
+        if is_offloaded(config, role):
             trained = (GRADIENT_BYTES + _state_bytes(config, role)) * size["trained"]
             parts[role] = (size["weight_bytes"] + trained) * share / GIB
-        elif _offloads_optimizer(config, role):
+        elif offloads_optimizer(config, role):
             parts[role] = 8 * size["trained"] * share / GIB
     copied = sum(
         (4 + _state_bytes(config, role)) * size["trained"] for role, size in sizes.items()
@@ -514,7 +413,7 @@ def _advice(config: Config, largest: str, name: str) -> str:
 
 def _smaller_states(config: Config, measured: str) -> list[str]:
     """List the settings with which a measured model keeps less on its GPU."""
-    spec = _spec(config, measured)
+    spec = measured_role(config, measured)
     key = f"{spec.settings_section}.cpu_offload"
     offload = value_of(config, key)
     if not spec.learns:
