@@ -26,8 +26,9 @@ from ballast.migrate.rules import PLACES_OF_EPISODES, Settings
 from ballast.migrate.systems import derive, keys_of, prepare
 from controller.config import Config, load_as
 from controller.config.aliases import Counterpart, counterparts
-from controller.config.file import Options, Setting, is_of_type
+from controller.config.file import Setting
 from controller.config.offline import OfflineConfig
+from controller.config.value_types import Options, is_of_type
 from controller.preflight.checks import check_settings
 from controller.preflight.offline_checks import check_offline_settings
 from workers.errors import ConfigError

@@ -19,14 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from controller.config.aliases import previous_name
 from controller.config.suggestions import suggestion
 from controller.config.user_paths import with_user_paths
+from controller.config.value_types import TYPE_NAMES, Biases, Numbers, Options, is_of_type
 from controller.config.yaml_text import check_scalars, read_yaml, show_value, yaml_problem
 from workers.errors import ConfigError, Problems, raise_all
 
 Schema = TypeVar("Schema")
-# The types of setting that are not a single value.
-Numbers = dict[str, float]
-Biases = dict[int, float]
-Options = dict[str, Any]
 # sizes without a declared maximum: anything larger is a slip
 LARGEST_INT = 10**9
 LARGEST_FLOAT = 1e6
@@ -385,7 +382,7 @@ def _check_key_and_type(
     deferred = isinstance(value, str) and (value == MISSING or "${" in value)
     if not deferred and not is_of_type(value, known[key].type):
         raise ConfigError(
-            f"{source}{key} must be {_TYPES[known[key].type]}, not {show_value(value)}."
+            f"{source}{key} must be {TYPE_NAMES[known[key].type]}, not {show_value(value)}."
         )
 
 
@@ -437,44 +434,6 @@ def _no_reference(key: str) -> ConfigError:
     return ConfigError(
         f"{key}: ${{...}} is not read in lists and mappings. Give the values themselves."
     )
-
-
-_TYPES = {
-    bool: "true or false (bool)",
-    int: "a whole number (int)",
-    float: "a number (float)",
-    str: "a text (str)",
-    Numbers: "numbers by name (NAME: NUMBER, ...)",
-    dict[str, str]: "texts by name (NAME: TEXT, ...)",
-    Biases: "numbers by token id (ID: NUMBER, ...)",
-    list[str]: "a list of texts ([TEXT, ...])",
-    list[int]: "a list of whole numbers ([NUMBER, ...])",
-    Options: "values by name (NAME: VALUE, ...)",
-}
-
-
-def is_of_type(value: Any, wanted: type) -> bool:
-    """Whether a setting of the type `wanted` accepts `value`."""
-    if isinstance(value, bool) or wanted is bool:
-        return isinstance(value, bool) and wanted is bool
-    kind = get_origin(wanted)
-    inner = get_args(wanted)
-    if kind is list:
-        return isinstance(value, list) and all(
-            is_of_type(entry, inner[0]) for entry in value
-        )
-    if kind is dict:
-        names, values = inner
-        return isinstance(value, dict) and all(
-            isinstance(name, names) and (values is Any or is_of_type(entry, values))
-            for name, entry in value.items()
-        )
-    accepted: dict[type, tuple[type, ...]] = {
-        int: (int,),
-        float: (int, float),
-        str: (str, int, float),
-    }
-    return isinstance(value, accepted[wanted])
 
 
 def _to_object(merged: Any, known_settings: Mapping[str, Setting]) -> Any:

@@ -8,19 +8,11 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from controller.config.conditions import Conditions, effect_words
-from controller.config.file import (
-    LARGEST_FLOAT,
-    LARGEST_INT,
-    Biases,
-    Numbers,
-    Options,
-    Setting,
-    settings,
-    value_of,
-)
+from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Setting, settings, value_of
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.schema import Config
 from controller.config.training import TrainingConfig
+from controller.config.value_types import Biases, Numbers, Options
 
 HEAD = """\
 # {title}
