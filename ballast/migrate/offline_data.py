@@ -1,4 +1,4 @@
-"""Training and validation data of six systems' recipes for SFT, preferences and reward models, as settings."""
+"""Translate the data of six systems' recipes for SFT, preferences and reward models into settings."""
 
 from collections.abc import Mapping
 

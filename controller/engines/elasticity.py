@@ -1,4 +1,4 @@
-"""Decide which engines of `rollout.replicas: MIN..MAX` are asked for and started, without I/O, Ray or a clock.
+"""Decide which engines of `rollout.replicas: MIN..MAX` are asked for and started, without I/O or Ray.
 
     free --request--> requested --the cluster grants--> granted --start--> running
      ^  ^                 |                                |                  |

@@ -1,4 +1,4 @@
-"""Texts by which a session recognises messages that a client sends again: canonical, exact, or as a digest."""
+"""Texts by which a session recognises messages that come again: canonical, exact, or as a digest."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder with transformers: its config, weights and tokenizer. Remote code is never run."""
+"""Read a Hugging Face folder with transformers: config, weights, tokenizer. Remote code is never run."""
 
 from collections.abc import Sequence
 from typing import Any
