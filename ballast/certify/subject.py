@@ -22,7 +22,7 @@ from controller.lifecycle.reward_inputs import find_agent, pack_environment, wit
 from controller.lifecycle.user_functions import import_function
 from workers.chat_messages import check_not_blank, clean_prompt
 from workers.errors import ConfigError, DataError, Problems, clause
-from workers.rendering import with_images
+from workers.image_parts import with_images
 from workers.sandbox.kinds import export_settings
 from workers.user_code.functions import Tools, find_tools
 from workers.user_code.rewards import RewardFunction

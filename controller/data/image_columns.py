@@ -12,7 +12,7 @@ from controller.config import TrainingConfig
 from controller.config.model_files import read_model_files
 from controller.data.records import Record
 from workers.errors import DataError
-from workers.rendering import IMAGE_IN_TEXT
+from workers.image_parts import IMAGE_IN_TEXT
 
 COMPARED = 100  # first records whose columns are looked at
 _NAME = re.compile(

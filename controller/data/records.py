@@ -21,7 +21,7 @@ from controller.observability.shown_text import shorten
 from controller.observability.slow_work import Log, count_if_slow
 from workers.chat_messages import check_not_blank, clean_prompt
 from workers.errors import DataError, clause, why_not_json
-from workers.rendering import with_images
+from workers.image_parts import with_images
 from workers.template_forms import without_nulls
 from workers.user_code.task_sources import package_of, task_records
 

@@ -8,8 +8,9 @@ from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
 from workers.chat_messages import check_not_blank, clean_prompt, messages_in
 from workers.errors import DataError
+from workers.image_parts import with_images
 from workers.images.images import ImageSource
-from workers.rendering import Messages, Options, options_of, with_images
+from workers.rendering import Messages, Options, options_of
 
 
 class Example(NamedTuple):

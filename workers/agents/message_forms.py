@@ -9,7 +9,8 @@ Each shape of a message is tried once, on texts with blanks around them.
 from typing import Any
 
 from workers.errors import DataError
-from workers.rendering import IMAGE_PART, Messages, Options, Renderer
+from workers.rendering import Messages, Options, Renderer
+from workers.template_forms import IMAGE_PART
 
 QUESTION = {"role": "user", "content": "question"}
 CALL = {

@@ -22,16 +22,9 @@ from workers.engine.session_record import Node
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
 from workers.errors import DataError, EpisodeError
-from workers.rendering import (
-    CONTROLS,
-    IMAGE_PART,
-    RESERVED,
-    Messages,
-    Options,
-    Renderer,
-    image_parts,
-    with_image_parts,
-)
+from workers.image_parts import image_parts, with_image_parts
+from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer
+from workers.template_forms import IMAGE_PART
 
 # Kinds of parts in OpenAI's Responses.
 KINDS = {

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.recording_client import RecordingClient
@@ -23,11 +23,9 @@ from workers.config.roles import ModelConfig, RolloutConfig
 from workers.engine.vllm_interface import check_prompt
 from workers.episodes.parsing import TurnParser, opens_reasoning
 from workers.errors import ConfigError, DataError, EpisodeError
+from workers.image_parts import image_parts
 from workers.model.vision.processor import load_placeholders
-from workers.rendering import Renderer, image_parts
-
-if TYPE_CHECKING:
-    pass
+from workers.rendering import Renderer
 
 FORCED = (
     "response_format",

@@ -29,8 +29,9 @@ from workers.environment import Text, Turn
 from workers.episodes.history import History
 from workers.episodes.parsing import TAIL, TurnParser
 from workers.errors import ConfigError, DataError, EpisodeError
+from workers.image_parts import with_images
 from workers.images.images import decode_image
-from workers.rendering import Messages, Options, Renderer, with_images
+from workers.rendering import Messages, Options, Renderer
 
 WHERE = "the conversation"
 

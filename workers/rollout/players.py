@@ -23,8 +23,9 @@ from workers.episodes.conversation import Conversation
 from workers.episodes.episode import Episode, play
 from workers.episodes.parsing import TurnParser
 from workers.errors import EpisodeError
+from workers.image_parts import with_urls
 from workers.model.vision.processor import load_placeholders
-from workers.rendering import Renderer, with_urls
+from workers.rendering import Renderer
 from workers.rollout.engine_life import wait_while_alive
 from workers.rollout.results import Sample, finish_sample, finish_session
 from workers.rollout.turn_sampler import TurnSampler, load_tokenizer

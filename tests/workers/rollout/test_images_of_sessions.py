@@ -28,9 +28,10 @@ from workers.engine.branches import branches_of
 from workers.engine.requests import Response
 from workers.engine.session_record import Node
 from workers.errors import DataError
+from workers.image_parts import with_urls
 from workers.images.images import decode_image, url_of
 from workers.model.vision.processor import load_placeholders
-from workers.rendering import Renderer, with_urls
+from workers.rendering import Renderer
 
 PIXELS = (0, 2**20)
 URLS = [url_of(picture) for picture in pictures()]
