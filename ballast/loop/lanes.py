@@ -188,3 +188,20 @@ class Lanes:
                 order.future.set_result(sampling_round.result())
             except BaseException as error:
                 order.future.set_exception(error)
+
+
+def then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
+    """Return a future of a changed result."""
+    changed = Future[Any]()
+
+    def finish(done: Future[Any]) -> None:
+        if done.cancelled():
+            changed.cancel()
+            return
+        try:
+            changed.set_result(change(done.result()))
+        except BaseException as error:
+            changed.set_exception(error)
+
+    future.add_done_callback(finish)
+    return changed

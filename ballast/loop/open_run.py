@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from balancing import Plan
-from ballast.loop.lanes import Lanes
+from ballast.loop.batch_means import BatchMean
+from ballast.loop.lanes import Lanes, then
 from controller.data.prompts import Prompt, PromptDataset, PromptRules
 from controller.lifecycle.model_card import write_card
 from controller.observability.shown_text import other_columns, show_prompt
@@ -46,14 +47,6 @@ from workers.rendering import Renderer
 
 SUMS = (SumLossConfig, WeightedLossConfig)
 STATES = "states"
-
-
-@dataclass
-class _Mean:
-    """The batch whose mean the gradients since the last step are parts of. taken: its rows so far."""
-
-    batch: RemoteBatch
-    taken: np.ndarray
 
 
 @dataclass
@@ -81,10 +74,9 @@ class OpenRun:
         self._lanes = Lanes(
             run.roles.rollouts, colocated=run.config.rollout_placement == "colocated"
         )
-        self._own = itertools.count(
-            -2, -1
-        )  # uids of own prompts, apart from places in the stream
-        self._means = dict[str, _Mean]()
+        # Uids of own prompts, apart from places in the stream.
+        self._own = itertools.count(-2, -1)
+        self._means = dict[str, BatchMean]()
         self._since = _Open()
         self._step = ExitStack()
         self._rows = list[dict[str, float]]()
@@ -164,7 +156,7 @@ class OpenRun:
             version,
         )
         future = self._lanes.sample(begin, adapter)
-        return _then(future, partial(self._make_samples, by_uid, record))
+        return then(future, partial(self._make_samples, by_uid, record))
 
     def forward(
         self, batch: RemoteBatch, role: str = "policy", *, adapter: str = ""
@@ -202,7 +194,8 @@ class OpenRun:
         settings = self._loss(loss, role)
         chosen = np.arange(len(batch)) if rows is None else np.asarray(rows)
         if not isinstance(settings, SUMS):
-            self._count(batch, chosen, settings, f"{role} {adapter}")
+            mean = self._means.setdefault(f"{role} {adapter}", BatchMean.of(batch))
+            mean.take(batch, chosen, settings)
         full_batch = with_columns(batch, columns or {})
         return self._lanes.train(
             lambda: self._backward(method, full_batch, chosen, settings, role)
@@ -324,23 +317,6 @@ class OpenRun:
         if loss is None:
             return self.config.critic.loss if role == "critic" else self.config.policy_loss
         return SumLossConfig(loss) if isinstance(loss, str) else loss
-
-    def _count(self, batch: RemoteBatch, rows: np.ndarray, loss: Any, key: str) -> None:
-        """Remember the batch of a mean by `key`. Raises ConfigError for a second batch, or rows that were
-        computed.
-        """
-        mean = self._means.setdefault(key, _Mean(batch, np.zeros(len(batch), bool)))
-        if mean.batch is not batch:
-            raise ConfigError(
-                f"loss={type(loss).__name__}: it is a mean over the batch of an earlier call of this step, "
-                "and this is another. Pass one batch and the rows of each call, or a sum, such as "
-                "importance_sampling."
-            )
-        if mean.taken[rows].any():
-            raise ConfigError(
-                "rows: some were computed since the last step. Pass each row once."
-            )
-        mean.taken[rows] = True
 
     def _meta(self) -> dict[str, Any]:
         return {"step": self.steps + 1, "steps": self.config.run.steps}
@@ -499,20 +475,3 @@ def _check_name(name: str) -> str:
             f"name={name!r}: only letters, digits, `_`, `.` and `-` make a name. Change it."
         )
     return name
-
-
-def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
-    """Return a future of a changed result."""
-    changed = Future[Any]()
-
-    def finish(done: Future[Any]) -> None:
-        if done.cancelled():
-            changed.cancel()
-            return
-        try:
-            changed.set_result(change(done.result()))
-        except BaseException as error:
-            changed.set_exception(error)
-
-    future.add_done_callback(finish)
-    return changed
