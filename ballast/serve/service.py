@@ -4,58 +4,42 @@ answers.
     POST call --its turn by (model_id, seq_id)--> log --> OpenRun --> answer on disk <--retrieve_future
     kill --> run.resume=auto: the last checkpoint, of step k --> the log's calls after step k are made again
 
-`policies` knows which model has which policy of the run, and `samplers` samples.
+`models` knows which model has which policy of the run, and `samplers` samples.
 """
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-from ballast.loop.open_run import STATES, OpenRun
+from ballast.loop.open_run import OpenRun
 from ballast.serve import wire
-from ballast.serve.checkpoints import Checkpoints, oldest_step, path_of, state_of
+from ballast.serve.checkpoints import oldest_step, path_of, state_of
 from ballast.serve.log import Call, CallLog
-from ballast.serve.policies import NEWEST, Policies, Policy
-from ballast.serve.samplers import STOPS, Samplers
+from ballast.serve.models import Models, completed, model_name
+from ballast.serve.policies import NEWEST
+from ballast.serve.samplers import STOPS
 from ballast.serve.wire import Answer, RefusedError, json_answer
 from workers.errors import ConfigError
 from workers.model.checkpoint.checkpoint_folder import remove
 
 POLL_SECONDS = 20.0  # that a request for an answer waits: clients give up after 45
 TURN_SECONDS = 30.0  # that a call waits for the call before it
-SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another session may take the policy
 INITIAL = "initial"
 BEGINNING = ("create_model", "load_weights")  # calls that may begin a model
 
 Begin = Callable[[int], Future[Answer]]
 
 
-class Service:
+class Service(Models):
+    """Accept calls, and make them in order. See `Models` for the arguments."""
+
     def __init__(
         self, run: OpenRun, log: CallLog, stop: Callable[[BaseException], None]
     ) -> None:
-        """stop: ends the server, which after an error of `STOPS` may start again."""
-        self._run = run
-        self._log = log
-        self._stop = stop
-        self.config = run.config
-        path = Path(self.config.model.path)
-        self.lora = {
-            "is_lora": bool(rank := self.config.model.lora.rank),
-            "lora_rank": rank or None,
-        }
-        self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
-        self._sessions = dict[str, float]()
-        self._policies = Policies(run)
+        super().__init__(run, log, stop)
         self._numbers = dict[tuple[str, int], int]()
-        self._next = dict[str, int]()
-        self._pending = dict[str, asyncio.Future[Any]]()
-        self.samplers = Samplers(run, self._policies, self._pending, stop)
-        self.checkpoints = Checkpoints(run.folder / STATES)
         self._steps = run.steps
         self._moved = asyncio.Event()
         self._loads = dict[str, int]()  # by path: steps before its last load
@@ -152,33 +136,6 @@ class Service:
         else:
             self._start(number, begin)
 
-    def _note(self, **fact: Any) -> None:
-        fact["at"] = time.time()
-        self._log.note(**fact)
-        self._take(**fact)
-
-    def _take(self, kind: str, name: str, at: float = 0.0, **values: Any) -> None:
-        if kind == "session":
-            self._sessions[name] = time.monotonic()
-        elif kind == "model":
-            policy = self._policies.by_adapter[values.get("adapter", "")]
-            self._policies.of_model[name] = policy
-            policy.model = name
-            policy.owner = values["session"]
-            self._log.last_calls.setdefault(name, at)
-            self._next.setdefault(name, 1)
-        elif kind == "sampler":
-            self.samplers.weights[name] = values.get("model", ""), values["weights"]
-            if values["path"] and values["path"] not in self.checkpoints.deleted:
-                self.checkpoints.samplers[values["path"]] = *self.samplers.weights[name], at
-        elif kind == "refused":
-            self._next |= {name: values["seq_id"] + 1} if name in self._next else {}
-        elif kind == "deleted":
-            self.checkpoints.deleted.add(name)
-            self.checkpoints.samplers.pop(name, None)
-        else:
-            self._policies.by_adapter[name].published = values["weights"]
-
     # --- calls in order
 
     async def submit(self, kind: str, body: bytes) -> dict[str, str]:
@@ -190,7 +147,7 @@ class Service:
             else content
         )
         if kind in BEGINNING and wire.optional_text(content, "session_id"):
-            model_id = _name(content)
+            model_id = model_name(content)
             seq_id = 0
         else:
             model_id = wire.text(fields, "model_id")
@@ -293,47 +250,6 @@ class Service:
         return answer
 
     # --- kinds of calls: read and refuse at once, begin when it is in the log
-
-    def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, Policy]:
-        """Return the name of a new model, and its policy. Raises RefusedError while clients train all of
-        them.
-        """
-        session = wire.text(request, "session_id")
-        rank = self.config.model.lora.rank
-        self.check_base(wire.optional_text(request, "base_model") or self.base_model)
-        lora = (
-            {}
-            if request.get("lora_config") is None
-            else wire.mapping(request, "lora_config")
-        )
-        requested_rank = (
-            None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
-        )
-        if rank and requested_rank not in (None, rank):
-            raise RefusedError(
-                f"rank={requested_rank!r:.20}: the server trains model.lora.rank={rank}. Ask for it."
-            )
-        self.heard(session)
-        name = _name(request)
-        if again and name in self._policies.of_model:
-            return name, self._policies.of_model[name]
-        free = [
-            policy
-            for policy in self._policies.by_adapter.values()
-            if again or self._may_take(session, policy)
-        ]
-        if not free:
-            names = ", ".join(policy.model for policy in self._policies.by_adapter.values())
-            raise RefusedError(
-                f"create_model: {names} in training. Wait until a client has ended."
-            )
-        return name, min(free, key=lambda policy: policy.model != "")
-
-    def _may_take(self, session: str, policy: Policy) -> bool:
-        silent = time.monotonic() - self._sessions.get(policy.owner, -SILENT_SECONDS)
-        return silent >= SILENT_SECONDS or (
-            policy is self._policies.base and session == policy.owner
-        )
 
     def _create(self, request: dict[str, Any], again: bool) -> Begin:
         name, policy = self._claim(request, again)
@@ -439,7 +355,7 @@ class Service:
             raise RefusedError(f"path={path}: a name can be saved once. Choose another.")
 
         def begin(number: int) -> Future[Answer]:
-            saved = _done() if exists else self._run.save(state, adapter=adapter)
+            saved = completed() if exists else self._run.save(state, adapter=adapter)
             return self._answer_when_done(
                 number, saved, lambda _: json_answer(path=path, type="save_weights")
             )
@@ -502,74 +418,6 @@ class Service:
             return self._answer_when_done(number, sent, lambda _: json_answer(**answer))
 
         return begin
-
-    def _send(self, policy: Policy) -> Future[Any]:
-        """Send the trainer's weights to the engines, unless they have them."""
-        if policy.published == policy.weights:
-            return _done()
-        sent = self._policies.send_weights(policy)
-        self._note(kind="published", name=policy.adapter, weights=policy.weights)
-        return sent
-
-    # --- samples
-
-    def create_sampler(self, request: dict[str, Any]) -> str:
-        """Return the name of a sampler of the base model or of a model's newest weights. Raises
-        RefusedError.
-        """
-        path = wire.optional_text(request, "model_path")
-        name = f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
-        if not path:
-            self.check_base(wire.text(request, "base_model"))
-        elif path not in self.checkpoints.samplers:
-            raise RefusedError(
-                f"model_path={path!r:.200}: no sampler weights. Save weights for a sampler."
-            )
-        model, weights = self.checkpoints.samplers[path][:2] if path else ("", 0)
-        self._note(kind="sampler", name=name, model=model, weights=weights, path="")
-        return name
-
-    def check_base(self, name: str) -> None:
-        if name not in (self.base_model, self.config.model.path):
-            raise RefusedError(
-                f"base_model={name!r:.200}: the server has {self.config.model.path}. Ask for it."
-            )
-
-    # --- sessions
-
-    def create_session(self) -> str:
-        name = uuid.uuid4().hex
-        self._note(kind="session", name=name)
-        return name
-
-    def training_runs(self) -> list[dict[str, Any]]:
-        about = self.lora | {"base_model": self.config.model.path}
-        return [about | run for run in self._log.models()]
-
-    def heard(self, session: str) -> None:
-        """Note a heartbeat. Raises RefusedError for an unknown session."""
-        if session not in self._sessions:
-            raise RefusedError(
-                f"session_id={session!r:.80}: unknown. Create a session.", 404
-            )
-        self._sessions[session] = time.monotonic()
-
-    def end_session(self, session: str) -> None:
-        """Let another session take the models at once."""
-        self._sessions.pop(session, None)
-
-
-def _name(request: dict[str, Any]) -> str:
-    """Name of a new model, as the SDK derives it."""
-    session = wire.text(request, "session_id")
-    number = wire.whole(request, "model_seq_id", -1, 0, wire.LARGEST)
-    return f"{session}:train:{number}"
-
-
-def _done() -> Future[Any]:
-    done = Future[Any]()
-    done.set_result(None)
-    return done
 
 
 def _content(kind: str, body: bytes) -> Any:
