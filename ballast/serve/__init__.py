@@ -1,8 +1,8 @@
 """A server of Tinker's wire API over an open run, for its stock clients. See docs/serve.md.
 
-app        HTTP on loopback: key, limits of bodies, routes
-service    calls in order, futures, restarts
-models     sessions, and which model has which policy
-log        accepted calls and their answers on disk, until a checkpoint holds their effect
-wire       messages of the SDK from and to token rows and settings
+    app        HTTP on loopback: key, limits of bodies, routes
+    service    calls in order, futures
+    models     sessions and their models
+    log        accepted calls and their answers on disk, until a checkpoint holds their effect
+    wire       messages of the SDK from and to token rows and settings
 """
