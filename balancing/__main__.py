@@ -307,7 +307,18 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    source = parser.add_argument_group("lengths")
+    _add_lengths(parser.add_argument_group("lengths"))
+    _add_plan(
+        parser.add_argument_group(
+            "plan",
+            "Defaults in brackets. A run's folder brings the arguments of its plans.",
+        )
+    )
+    _add_picture(parser.add_argument_group("picture"))
+    return parser
+
+
+def _add_lengths(source: argparse._ArgumentGroup) -> None:
     add = source.add_argument
     add(
         "lengths",
@@ -338,9 +349,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix"
     )
-    how = parser.add_argument_group(
-        "plan", "Defaults in brackets. A run's folder brings the arguments of its plans."
-    )
+
+
+def _add_plan(how: argparse._ArgumentGroup) -> None:
     add = how.add_argument
     add("--ranks", type=_at_least_one, help=f"data-parallel ranks ({RANKS})")
     add(
@@ -379,7 +390,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="V",
         help="chunks of layers on each stage (1)",
     )
-    picture = parser.add_argument_group("picture")
+
+
+def _add_picture(picture: argparse._ArgumentGroup) -> None:
     picture.add_argument("--png", type=Path, help="Gantt charts before and after")
     named = [*STRATEGIES[:-1], SMALL_ENDS]
     picture.add_argument(
@@ -388,7 +401,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"the upper chart: {', '.join(named)}",
     )
-    return parser
 
 
 if __name__ == "__main__":
