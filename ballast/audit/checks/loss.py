@@ -176,31 +176,7 @@ def _problem(variant: Variant | None, denominator: Denominator | None) -> Proble
 def _variants(algorithm: Algorithm) -> Iterator[Variant]:
     """Yield other ways to compute token losses, the frequent mistakes first."""
     usual = Variant("", "", algorithm)
-    low = algorithm.clip_low or 0.0
-    high = algorithm.clip_high or 0.0
-    if low != high:
-        swapped = replace(algorithm, clip_low=high, clip_high=low)
-        yield Variant(
-            "clip_bounds_swapped",
-            f"clipped to 1 - {high:g} and 1 + {low:g}, bounds swapped",
-            swapped,
-        )
-        for bound in (low, high):
-            equal = replace(algorithm, clip_low=bound, clip_high=bound)
-            yield Variant("clip_bounds_equal", f"clipped by {bound:g} on both sides", equal)
-    for bound in COMMON_BOUNDS:
-        if bound != low:
-            other = replace(algorithm, clip_low=bound)
-            yield Variant(
-                "clip_bounds_other", f"with clip_low={bound:g}, not {low:g}", other
-            )
-        if bound != high:
-            other = replace(algorithm, clip_high=bound)
-            yield Variant(
-                "clip_bounds_other", f"with clip_high={bound:g}, not {high:g}", other
-            )
-    unclipped = replace(algorithm, clip_low=NO_CLIP, clip_high=NO_CLIP)
-    yield Variant("not_clipped", "not clipped", unclipped)
+    yield from _clip_variants(algorithm)
     yield replace(usual, cause="sign_flipped", text="that with the sign flipped", sign=-1)
     text = "that of ratios of 1, of a column with itself"
     yield replace(usual, cause="ratio_of_itself", text=text, old="new_logprobs")
@@ -245,6 +221,34 @@ def _variants(algorithm: Algorithm) -> Iterator[Variant]:
         text="over all tokens, without the loss mask",
         masked=False,
     )
+
+
+def _clip_variants(algorithm: Algorithm) -> Iterator[Variant]:
+    low = algorithm.clip_low or 0.0
+    high = algorithm.clip_high or 0.0
+    if low != high:
+        swapped = replace(algorithm, clip_low=high, clip_high=low)
+        yield Variant(
+            "clip_bounds_swapped",
+            f"clipped to 1 - {high:g} and 1 + {low:g}, bounds swapped",
+            swapped,
+        )
+        for bound in (low, high):
+            equal = replace(algorithm, clip_low=bound, clip_high=bound)
+            yield Variant("clip_bounds_equal", f"clipped by {bound:g} on both sides", equal)
+    for bound in COMMON_BOUNDS:
+        if bound != low:
+            other = replace(algorithm, clip_low=bound)
+            yield Variant(
+                "clip_bounds_other", f"with clip_low={bound:g}, not {low:g}", other
+            )
+        if bound != high:
+            other = replace(algorithm, clip_high=bound)
+            yield Variant(
+                "clip_bounds_other", f"with clip_high={bound:g}, not {high:g}", other
+            )
+    unclipped = replace(algorithm, clip_low=NO_CLIP, clip_high=NO_CLIP)
+    yield Variant("not_clipped", "not clipped", unclipped)
 
 
 def check_denominators(bundle: Bundle) -> Finding:
