@@ -90,18 +90,11 @@ def try_inputs(
 
     call_functions: passed to the call. Raises ConfigError or DataError.
     """
-    data = config.data
     train, held_out = _read_data(config, log)
     identity = data_identity(config, train)
     check_same_data(config, identity)
     path, (first, *_) = next(iter(train.items()))
-    if values := first.get(data.image_key):
-        folder = str(data_folder(path))
-        pixels = data.image_pixels.limits
-        images = [
-            ImageSource(value, f"{path} record 1", folder, pixels) for value in values
-        ]
-        first = first | {data.image_key: Pictures(images)}
+    first = _with_pictures(config, path, first)
     problems = Problems()
     functions = list[RewardFunction]()
     score = None
@@ -160,6 +153,18 @@ def try_inputs(
         sampler,
         answer_warnings(config, train | held_out, log),
     )
+
+
+def _with_pictures(config: Config, path: str, first: Record) -> Record:
+    """Return the first record with its images as users' code reads them."""
+    data = config.data
+    values = first.get(data.image_key)
+    if not values:
+        return first
+    folder = str(data_folder(path))
+    pixels = data.image_pixels.limits
+    images = [ImageSource(value, f"{path} record 1", folder, pixels) for value in values]
+    return first | {data.image_key: Pictures(images)}
 
 
 def _read_data(config: Config, log: Log) -> tuple[Records, Records]:

@@ -82,21 +82,7 @@ def tokenize_inputs(config: Config, tried_inputs: Tried, log: Log = print) -> In
             "chat template renders. Remove it, or write them as chat messages."
         )
     if config.rollout.plays_episodes and chats and not config.rollout.runs_agent:
-        from workers.episodes.conversation import check_template
-
-        if config.history == "template" and loses_blanks(renderer.tokenizer):
-            raise ConfigError(
-                f"rollout.history={config.rollout.history}: the tokenizer of model.path={config.model.path} "
-                "loses blanks, so no turn is recognised in the text that the chat template renders. Set keep."
-            )
-        options = run_options(config, tried_inputs.tools)
-        if config.rollout.tools:
-            answer = [{"role": "tool", "content": "three"}]
-            check_template(
-                renderer, config.model.path, options, key="rollout.tools", answer=answer
-            )
-        else:
-            check_template(renderer, config.model.path, options, key="rollout.environment")
+        _check_turns(config, renderer, tried_inputs)
     blind = _blind_images(config, tried_inputs.train | tried_inputs.held_out)
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
@@ -142,6 +128,25 @@ def tokenize_inputs(config: Config, tried_inputs: Tried, log: Log = print) -> In
             ),
         ),
     )
+
+
+def _check_turns(config: Config, renderer: Renderer, tried_inputs: Tried) -> None:
+    """Raise ConfigError if the template cannot render the turns of episodes."""
+    from workers.episodes.conversation import check_template
+
+    if config.history == "template" and loses_blanks(renderer.tokenizer):
+        raise ConfigError(
+            f"rollout.history={config.rollout.history}: the tokenizer of model.path={config.model.path} "
+            "loses blanks, so no turn is recognised in the text that the chat template renders. Set keep."
+        )
+    options = run_options(config, tried_inputs.tools)
+    if config.rollout.tools:
+        answer = [{"role": "tool", "content": "three"}]
+        check_template(
+            renderer, config.model.path, options, key="rollout.tools", answer=answer
+        )
+    else:
+        check_template(renderer, config.model.path, options, key="rollout.environment")
 
 
 def _check_teacher_context(config: Config, sources: Sequence[PromptDataset]) -> None:
