@@ -29,6 +29,9 @@ from controller.preflight.time_inputs import (
 LEAST_GAIN = 1.02
 SHOWN_CHANGES = 2
 
+Change = tuple[bool, str, dict[str, Any]]
+"""Whether a change applies, its words, and the fields of the layout that it replaces."""
+
 
 @dataclass(frozen=True)
 class TimeOptions:
@@ -158,28 +161,24 @@ def changes(layout: Layout) -> dict[str, Layout]:
     """Return layouts of the same GPUs that differ by a setting or two, by their words. Some may not fit into
     memory.
     """
-    engines = layout.engines
-    tp = layout.engine_tp
-    dp = layout.dp
-    shared = layout.placement == "colocated"
-    half = layout.ranks // 2 // tp
-    nodes = layout.ranks // layout.gpus_per_node
-    even = dp % 2 == 0 and half > 0
-    fewer = f"policy.data_parallel={dp // 2}"
-    apart = {
-        "placement": "apart",
-        "staleness": 1,
-        "dp": dp // 2,
-        "engines": half,
-        "replicate": 1,
+    possible = [
+        *_setting_changes(layout),
+        *_sharing_changes(layout),
+        *_placement_changes(layout),
+    ]
+    layouts = {
+        words: replace(layout, **edits) for applies, words, edits in possible if applies
     }
-    more_ranks = {
-        "dp": dp + engines // 2 * tp * dp // layout.ranks,
-        "engines": engines // 2,
-        "replicate": 1,
+    valid = layout.gpus, True
+    return {
+        name: variant
+        for name, variant in layouts.items()
+        if variant != layout and (variant.gpus, variant.engines > 0) == valid
     }
-    less = {"dp": dp // 2, "engines": engines + half, "replicate": 1}
-    possible: list[tuple[bool, str, dict[str, Any]]] = [
+
+
+def _setting_changes(layout: Layout) -> list[Change]:
+    return [
         (
             True,
             "policy.max_tokens_per_micro_batch doubled",
@@ -198,8 +197,16 @@ def changes(layout: Layout) -> dict[str, Layout]:
         (True, "model.gradient_checkpointing=none", {"recomputed": 0.0}),
         (True, "policy.reshard_after_forward=false", {"reshard_after_forward": False}),
         (True, "model.share_prefixes=always", {"shared_prompts": True}),
+    ]
+
+
+def _sharing_changes(layout: Layout) -> list[Change]:
+    engines = layout.engines
+    tp = layout.engine_tp
+    nodes = layout.ranks // layout.gpus_per_node
+    return [
         (
-            nodes > 1 and dp % nodes == 0,
+            nodes > 1 and layout.dp % nodes == 0,
             f"policy.parallel.replicate={nodes}",
             {"replicate": nodes},
         ),
@@ -213,6 +220,31 @@ def changes(layout: Layout) -> dict[str, Layout]:
             f"rollout.tensor_parallel={tp // 2}",
             {"engines": engines * 2, "engine_tp": tp // 2},
         ),
+    ]
+
+
+def _placement_changes(layout: Layout) -> list[Change]:
+    engines = layout.engines
+    tp = layout.engine_tp
+    dp = layout.dp
+    shared = layout.placement == "colocated"
+    half = layout.ranks // 2 // tp
+    even = dp % 2 == 0 and half > 0
+    fewer = f"policy.data_parallel={dp // 2}"
+    apart = {
+        "placement": "apart",
+        "staleness": 1,
+        "dp": dp // 2,
+        "engines": half,
+        "replicate": 1,
+    }
+    more_ranks = {
+        "dp": dp + engines // 2 * tp * dp // layout.ranks,
+        "engines": engines // 2,
+        "replicate": 1,
+    }
+    less = {"dp": dp // 2, "engines": engines + half, "replicate": 1}
+    return [
         (shared, "rollout.replicas=0", {"engines": layout.ranks // tp}),
         (
             shared and even,
@@ -231,12 +263,3 @@ def changes(layout: Layout) -> dict[str, Layout]:
             more_ranks,
         ),
     ]
-    layouts = {
-        words: replace(layout, **edits) for applies, words, edits in possible if applies
-    }
-    valid = layout.gpus, True
-    return {
-        name: variant
-        for name, variant in layouts.items()
-        if variant != layout and (variant.gpus, variant.engines > 0) == valid
-    }
