@@ -145,6 +145,9 @@ class RowLayout:
             rows = replace(
                 rows, degree=degree, counts=self._parallel.context_rank % degree == 0
             )
+        return self._on_device(rows)
+
+    def _on_device(self, rows: ModelInput) -> ModelInput:
         names = (
             "input_ids",
             "position_ids",
