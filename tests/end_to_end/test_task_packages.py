@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from controller.algorithm.advantages import EPSILON
 from controller.config import load
 from controller.data.records import read_records
 from controller.fit import read_inputs
@@ -80,6 +84,31 @@ class SumsHarness(vf.Harness[SumsHarnessConfig]):
 
 __all__ = ["SumsHarness", "SumsTaskset"]
 """
+SEATS = (
+    SUMS.replace('__all__ = ["SumsHarness", "SumsTaskset"]', "")
+    + """
+class SeatsConfig(vf.EnvConfig):
+    writer: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
+    reader: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
+
+
+class SeatsEnv(vf.Env[SeatsConfig]):
+    async def run(self, task, agents):
+        written = await agents.writer.run(task)
+        prompt = f"Read: {written.last_reply or 'nothing'}"
+        data = task.data.model_copy(update={"prompt": prompt})
+        await agents.reader.run(SumTask(data, self.config.taskset.task))
+
+    async def finalize(self, task, episode):
+        for trace in episode.traces:
+            sign = 1.0 if trace.agent.name == "writer" else -1.0
+            trace.record_reward("size", sign * len(trace.last_reply) / 10)
+
+
+__all__ = ["SeatsEnv", "SumsHarness", "SumsTaskset"]
+"""
+)
+SAMPLES = 3  # of a prompt
 SMALL = (
     "run.steps=2",
     "data.max_prompt_tokens=256",
@@ -163,10 +192,62 @@ def test_an_environment_of_verifiers_plays_a_run(
         read_inputs(load(None, [*settings, *SMALL, *given, f"model.path={model}", broken]))
 
 
-@needs_bubblewrap
-def test_tasks_in_folders_play_a_run_in_sandboxes(
-    settings: list[str], model: Path, tmp_path: Path
+def test_seats_that_share_the_policy_train_on_rewards_of_their_own(
+    settings: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A writer earns the size of its reply, a reader loses it, and the tokens of both get their advantage."""
+    (tmp_path / "seats.py").write_text(SEATS)
+    monkeypatch.chdir(tmp_path)
+    harness = "writer.harness.id=seats&reader.harness.id=seats"
+    run = of_tasks(
+        settings,
+        model,
+        "seats",
+        "data.train=verifiers:seats?taskset.last=8",
+        "data.validation=",
+        "validation.prompts=0",
+        "reward.function=",
+        f"rollout.environment=verifiers:seats?{harness}",
+        "rollout.sampling.max_new_tokens=48",
+        "rollout.max_episode_tokens=384",
+    )
+    assert len(run.outcome.steps) == 2
+    for step in run.outcome.steps:
+        assert step["policy/rollout_mismatch_max"] < 1e-4 and step["reward/failures"] == 0
+        assert step["rollout/rows_per_sample"] == 2 == step["rollout/turns_mean"]
+        seats = (step["reward/writer_reward"], step["reward/reader_reward"])
+        assert step["reward/mean"] == pytest.approx(sum(seats) / 2)
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for line in (run.folder / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        groups.setdefault((sample["step"], sample["uid"]), []).append(sample)
+    whole_groups = [samples for samples in groups.values() if len(samples) == SAMPLES]
+    assert {samples[0]["step"] for samples in whole_groups} == {1, 2}
+    for samples in whole_groups:
+        rewards = [sample["reward"] for sample in samples]
+        scale = statistics.stdev(rewards) + EPSILON
+        for sample in samples:
+            assert {seat_of(node) for node in sample["session"]} == {"writer", "reader"}
+            for node in sample["session"]:
+                assert node["reward"] == pytest.approx(reward_of_seat(node, sample))
+                advantage = (node["reward"] - statistics.fmean(rewards)) / scale
+                assert sample["advantages"][node["turn"]] == pytest.approx(advantage)
+
+
+def seat_of(node: dict[str, Any]) -> str:
+    return "reader" if "Read: " in node["messages"][-1]["content"] else "writer"
+
+
+def reward_of_seat(node: dict[str, Any], sample: dict[str, Any]) -> float:
+    """Compute the reward of a reply as `SEATS` does."""
+    reply = node["said"].strip()  # as `last_reply`
+    right = re.search(r"'answer': (\d+)", sample["record"]).group(1) in reply
+    size = len(reply) / 10 if seat_of(node) == "writer" else -len(reply) / 10
+    return 0.5 * any(letter.isdigit() for letter in reply) + right + size
+
+
+@needs_bubblewrap
+def test_tasks_in_folders(settings: list[str], model: Path, tmp_path: Path) -> None:
     for name, (dockerfile, tests, solution, _) in TASKS.items():
         write_task(tmp_path / "tasks" / name, dockerfile, tests, solution)
     tasks = f"harbor:{tmp_path / 'tasks'}"
