@@ -242,25 +242,31 @@ def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
     assert trace.exists()
 
 
+@pytest.mark.parametrize("task_set", ["verifiers:bomb", "openenv:bomb"])
 @pytest.mark.parametrize("setting", ["data.train", "data.validation"])
 def test_a_foreign_runs_task_set_is_imported_only_if_the_caller_says_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     setting: str,
+    task_set: str,
 ) -> None:
+    """Both ways of code: a module that is imported, and a folder that pip installs."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bomb.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
+    bomb = f"open({str(tmp_path / 'trace')!r}, 'w').close()\n"
+    (tmp_path / "bomb.py").write_text(bomb)
+    (tmp_path / "bomb").mkdir()
+    (tmp_path / "bomb" / "setup.py").write_text(bomb)
     config, run = write_workspace(tmp_path), tmp_path / "runs" / "foreign"
     run.mkdir(parents=True)
     shutil.copytree("model", run / "model")
     ours = [
         "reward.function=workers.reward_functions:length",
-        f"{setting}=verifiers:bomb?select.limit=9",
+        f"{setting}={task_set}?seeds=9",
     ]
     (run / "config.yaml").write_text(to_yaml(load(config, ours)))
     assert evaluate.main(["--model", str(run), "--dry-run"]) == 2
-    assert "names code that would run here: verifiers:bomb" in capsys.readouterr().err
+    assert f"names code that would run here: {task_set}" in capsys.readouterr().err
     assert not (tmp_path / "trace").exists()
 
 

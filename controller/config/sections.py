@@ -138,7 +138,7 @@ class DataConfig:
         "such as `data/part-*.jsonl`, or a data set of the hub, `owner/name[:subset][@split]`, such as "
         "`openai/gsm8k:main@train`. The hub's split defaults to `train`. Or tasks of a package, "
         "`reasoning_gym:NAME` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md), or of "
-        "`openenv:URL` (see docs/openenv.md). Other columns go to the reward function.",
+        "`openenv:URL` or `openenv:PACKAGE` (see docs/openenv.md). Other columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
         {},

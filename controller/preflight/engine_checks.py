@@ -233,11 +233,11 @@ def _check_player(key: str, name: str) -> None:
 
 
 def _check_server(key: str, name: str) -> None:
-    from workers.openenv.server import check_url
+    from workers.openenv.packages import check_name
 
     check_installed(key, name)
     try:
-        check_url(name_and_options(name)[0])
+        check_name(name_and_options(name)[0])
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{key}={name}: {str(error).rstrip('.')}.") from None
 

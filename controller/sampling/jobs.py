@@ -27,7 +27,7 @@ from controller.preflight.describe import warnings
 from controller.sampling.models import OF_RUN, Model, choose_model
 from controller.sampling.output import Key, check_same_job, job_identity
 from workers.errors import ConfigError, Problems
-from workers.user_code.task_sources import package_of
+from workers.user_code.task_sources import CODE, package_of
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def job_settings(
             *(
                 path
                 for path in (*config.data.weights, config.data.validation)
-                if package_of(path) == "verifiers"
+                if package_of(path) in CODE
             ),
         ]
         check_trusted(

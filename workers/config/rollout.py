@@ -258,7 +258,8 @@ class RolloutConfig:
         "docs/environments.md). Without it, a sample is one turn. reward.timeout_s and reward.on_failure "
         "apply to it too. Or an environment of the package verifiers, `verifiers:NAME`, which runs as an "
         "agent (see docs/agents.md). Or Harbor's tasks, `harbor:FOLDER`, in rollout.sandbox (see "
-        "docs/tasks.md), or a server of OpenEnv, `openenv:URL` (see docs/openenv.md).",
+        "docs/tasks.md), or a server of OpenEnv, `openenv:URL`, or a package that has one, "
+        "`openenv:PACKAGE` (see docs/openenv.md).",
     )
     max_turns: int = setting(
         8,

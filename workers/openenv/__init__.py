@@ -1,5 +1,6 @@
-"""Environments of OpenEnv's servers: `rollout.environment=openenv:URL`.
+"""Environments of OpenEnv's servers: `rollout.environment=openenv:URL`, or `openenv:PACKAGE`.
 
+    PACKAGE --packages--> a virtual environment --package_server--> a server of its own, with a URL
     URL --tasks--> prompts with the tools of the server
     record --environment--> a session of the server: reset, a step for each call of the policy --> rewards
 

@@ -2,12 +2,15 @@
 
 import json
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import cloudpickle
 
 from workers.environment import Observation, Turn
 from workers.errors import EpisodeError, quote
+from workers.openenv.package_server import PackageServer
+from workers.openenv.packages import absolute_name, is_url
 from workers.openenv.server import InvalidActionError, ServerSession
 from workers.user_code.task_sources import TASK, name_and_options
 
@@ -21,9 +24,11 @@ class OpenEnvEnvironment:
     """Plays one session. A turn without a call ends the episode. Base of a class with the server's URL."""
 
     url: ClassVar[str] = ""
+    server: ClassVar[PackageServer | None] = None
 
     def __init__(self) -> None:
-        self._session = ServerSession(self.url)
+        explain_end = self.server.observe_end() if self.server else str
+        self._session = ServerSession(self.url, explain_end)
         self._reward = 0.0
 
     def reset(self, record: dict[str, Any]) -> str:
@@ -98,12 +103,23 @@ class OpenEnvEnvironment:
 
 
 def pack_server_environment(text: str) -> bytes:
-    """Return the class of environments of `openenv:URL`, pickled."""
-    url, _ = name_and_options(text)
-    packed: bytes = cloudpickle.dumps(
-        type("ServerEnvironment", (OpenEnvEnvironment,), {"url": url})
+    """Return the class of environments of `openenv:URL`, pickled, or what starts a package's server."""
+    name, _ = name_and_options(text)
+    environment: Any = (
+        type("ServerEnvironment", (OpenEnvEnvironment,), {"url": name})
+        if is_url(name)
+        else partial(serve_episodes, absolute_name(name))
     )
+    packed: bytes = cloudpickle.dumps(environment)
     return packed
+
+
+def serve_episodes(package: str) -> type[OpenEnvEnvironment]:
+    """Start a package's server, which ends with this process. Returns the class of its environments."""
+    server = PackageServer(package)
+    return type(
+        "PackageEnvironment", (OpenEnvEnvironment,), {"url": server.url, "server": server}
+    )
 
 
 def _as_text(answer: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -44,12 +45,12 @@ def check_url(url: str) -> None:
         )
 
 
-def read_page(url: str, path: str) -> dict[str, Any]:
+def read_page(url: str, path: str, timeout_s: float = HTTP_SECONDS) -> dict[str, Any]:
     """Return what the server says at `path`. Raises ConfigError."""
     check_url(url)
     try:
         with urllib.request.urlopen(
-            f"{url.rstrip('/')}{path}", timeout=HTTP_SECONDS
+            f"{url.rstrip('/')}{path}", timeout=timeout_s
         ) as answer:
             page = json.load(answer)
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -68,8 +69,10 @@ def read_page(url: str, path: str) -> dict[str, Any]:
 class ServerSession:
     """One session, which has an environment of its own in the server. Methods raise EpisodeError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, explain_end: Callable[[], str] = str) -> None:
+        """explain_end: why the server has ended, or "" if that is not known."""
         self._url = url
+        self._explain_end = explain_end
         self._connection: ClientConnection | None = None
 
     def open(self) -> None:
@@ -92,7 +95,8 @@ class ServerSession:
         try:
             self._connection = connect(f"{address}/ws", max_size=LONGEST_MESSAGE)
         except (OSError, WebSocketException) as error:
-            raise EpisodeError(f"{self._url} does not open a session: {error}") from None
+            reason = self._explain_end() or error
+            raise EpisodeError(f"{self._url} does not open a session: {reason}") from None
         self._ask("state")  # a full server answers the first message by that
 
     def reset(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +130,9 @@ class ServerSession:
                 self._connection.send(json.dumps(message))
             answer = json.loads(self._connection.recv())
         except (OSError, WebSocketException) as error:
+            reason = self._explain_end() or error
             raise EpisodeError(
-                f"{self._url} ended the session at {kind}: {error}"
+                f"{self._url} ended the session at {kind}: {reason}"
             ) from None
         except ValueError:
             raise EpisodeError(f"{self._url} answered {kind} with no JSON") from None

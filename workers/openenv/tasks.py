@@ -1,7 +1,7 @@
 """Records of a server: prompts with its tools, and what its reset takes.
 
-openenv:URL?seeds=64 --> a record for each seed, whose prompt describes the environment, or is `prompt`
-openenv:URL?file=prompts.jsonl --> the file's records, whose column `reset` holds what reset takes
+openenv:SERVER?seeds=64 --> a record for each seed, whose prompt describes the environment, or is `prompt`
+openenv:SERVER?file=prompts.jsonl --> the file's records, whose column `reset` holds what reset takes
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any
 
 from workers.errors import ConfigError, EpisodeError
 from workers.openenv.environment import LISTED
+from workers.openenv.package_server import serving
+from workers.openenv.packages import absolute_name, check_name
 from workers.openenv.server import FullServerError, ServerSession, read_page
 from workers.user_code.task_sources import TASK, name_and_options
 
@@ -19,17 +21,21 @@ RESET = "reset"
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    """Return the records of `openenv:URL?options`. Raises ConfigError."""
-    url, options = name_and_options(text)
+    """Return the records of `openenv:URL?options`, or of a package's. Raises ConfigError."""
+    name, options = name_and_options(text)
+    check_name(name)
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
         raise ConfigError(
             f"it has no option {', '.join(unknown)}. Use {', '.join(OPTIONS)}."
         )
-    action, tools = read_tools(url)
-    rows = (
-        _read_file(Path(options["file"])) if "file" in options else _make_rows(url, options)
-    )
+    with serving(absolute_name(name)) as url:
+        action, tools = read_tools(url)
+        rows = (
+            _read_file(Path(options["file"]))
+            if "file" in options
+            else _make_rows(url, options)
+        )
     return [
         {key: value for key, value in row.items() if key != RESET}
         | {"tools": tools, TASK: {"action": action, "reset": row.get(RESET) or {}}}

@@ -26,13 +26,13 @@ from workers.environment import Observation, Text, Turn, as_observation, as_open
 from workers.errors import BallastError, ConfigError, EpisodeError, describe_error
 from workers.user_code.process import (
     RAISED,
-    START_SECONDS,
     Fork,
     NoAnswerError,
     UserProcess,
 )
 
 PLAYER = "workers.user_code.environments:Player"
+PREPARE_SECONDS = 600.0  # to import an environment, or to install its package on this node
 MOST_EPISODES = 4096  # threads, each of which waits for a process
 
 
@@ -106,6 +106,8 @@ class EnvironmentPool:
             return await self._in_thread(self._take)
         except NoAnswerError as error:
             raise EpisodeError(f"the import of {self.setting} {error}") from None
+        except ConfigError as error:  # what prepares the process has failed
+            raise EpisodeError(f"{self.setting}: {error}") from None
         except OSError as error:
             raise EpisodeError(
                 f"no process for {self.setting} could be started: {error}"
@@ -125,7 +127,7 @@ class EnvironmentPool:
             if self._source is None or not self._source.alive:
                 self._end_source()
                 self._source = UserProcess(self.player, self._environment)
-                self._source.receive(START_SECONDS)
+                self._source.receive(PREPARE_SECONDS)
             return self._source.fork(closes=self.closes)
 
     async def stop(self) -> None:
@@ -151,14 +153,14 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
     """Answer a record with an empty response. Raises ConfigError."""
     source = UserProcess(PLAYER, packed, quiet=True)
     try:
-        source.receive(START_SECONDS)
+        source.receive(PREPARE_SECONDS)
         process = source.fork(closes=True)  # as in a run
         try:
             opening = call(process, timeout_s, "reset", record)
             observation = Observation(**call(process, timeout_s, "step", Turn("")))
         finally:
             process.end()
-    except (NoAnswerError, EpisodeError) as error:
+    except (NoAnswerError, EpisodeError, ConfigError) as error:
         failure = (
             f"the import {error}"
             if isinstance(error, NoAnswerError)
@@ -197,7 +199,9 @@ class Player:
     """Answer `reset`, `step` and `close` in the process. Every `reset` makes a new environment."""
 
     def __init__(self, packed: bytes) -> None:
-        self._class = cloudpickle.loads(packed)
+        environment = cloudpickle.loads(packed)
+        # A function prepares this process first, such as with a server for all episodes.
+        self._class = environment if isinstance(environment, type) else environment()
         self._environment: Any = None
         self._runner = (
             asyncio.Runner()

@@ -1,6 +1,6 @@
 """Tasks of installed packages, named where a file of records is:
 `reasoning_gym:leg_counting?size=2000&seed=1`. Folders of Harbor's tasks, `harbor:FOLDER`, and servers of
-OpenEnv, `openenv:URL`, too.
+OpenEnv, `openenv:URL` or `openenv:PACKAGE`, too.
 
     PACKAGE:NAME?key=value&key.sub=value --task_records--> a process imports the package --JSON--> records
 
@@ -18,7 +18,7 @@ import yaml
 from workers.errors import ConfigError, DataError
 from workers.user_code.process import NoAnswerError, ask
 
-OPENENV = "openenv"  # a protocol of servers
+OPENENV = "openenv"  # a protocol of servers, and packages that have one
 PACKAGES = {  # imported by each, whose name is an extra's too
     "reasoning_gym": "reasoning_gym",
     "verifiers": "verifiers",
@@ -30,6 +30,8 @@ MODULES = {
     HARBOR: "harbor.task_folders",
     OPENENV: "openenv.tasks",
 }
+CODE = ("verifiers", OPENENV)
+"""Sources whose names are code that runs here: a module that is imported, a package that is installed."""
 HARBOR_CLASS = "workers.harbor.environment:HarborEnvironment"
 LOADING_SECONDS = 600.0  # a package may download its data
 TASK = "task"  # column with what an environment of a package takes

@@ -125,14 +125,6 @@ def test_openenv_data_without_an_end_or_with_unknown_options_are_refused(
     assert said.startswith("data.train") and said.count("\n") == 0
 
 
-@pytest.mark.parametrize("name", ["echo_env", "file:///tmp", "http://"])
-def test_what_is_not_a_url_is_refused(workspace: Path, name: str) -> None:
-    for key in ("rollout.environment", "data.train"):
-        assert f"{key}=openenv:{name}: " in refusal(f"{key}=openenv:{name}").replace(
-            "data.train: ", "data.train="
-        )
-
-
 def test_a_server_that_does_not_answer_is_refused_before_the_run(workspace: Path) -> None:
     url = "openenv:http://127.0.0.1:9"
     assert "127.0.0.1:9/schema" in refusal(
