@@ -24,6 +24,7 @@ from controller.preflight.algorithm_checks import (
 )
 from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
+    check_batch_invariance,
     check_engine_adapters,
     check_engine_count,
     check_lengths,
@@ -104,6 +105,7 @@ def check_settings(config: Config) -> None:
         lambda: check_engine_count(config),
         lambda: check_weight_sync(config),
         lambda: check_engine_adapters(config),
+        lambda: check_batch_invariance(config),
         lambda: check_engine_options(config.rollout.engine),
         lambda: check_samplings(config),
         lambda: check_turns(config),

@@ -9,9 +9,11 @@ from controller.config.functions import check_command, check_function, check_sou
 from controller.preflight.training_checks import check_caps
 from workers.config.model import ROUNDED
 from workers.config.roles import GATEWAY_KEY, HTTP, SamplingConfig
+from workers.engine.batch_invariance import check_options
 from workers.engine.engine_options import LORA_RANKS
 from workers.episodes.parser_names import known_parsers
 from workers.errors import ConfigError, Problems, check_together, raise_all
+from workers.model.rules.batch_invariance import settings_problems
 from workers.user_code.task_sources import (
     HARBOR,
     OPENENV,
@@ -89,6 +91,20 @@ def check_engine_adapters(config: Config) -> None:
         raise ConfigError(
             f"{several}: the requests of an agent name no policy. Use rollout.environment or tools."
         )
+
+
+def check_batch_invariance(config: Config) -> None:
+    """Raise ConfigError for settings with which the trainer could not compute as its engines do."""
+    if not config.model.batch_invariant:
+        return
+    problems = settings_problems(config.model, config.policy.parallel)
+    if config.rollout.tensor_parallel > 1:
+        problems.append(
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel}: an engine's GPUs add in another "
+            "order than the trainer, against model.batch_invariant=true. Set 1."
+        )
+    check_options(config.rollout.engine)
+    raise_all([ConfigError(problem) for problem in problems])
 
 
 def check_weight_sync(config: Config) -> None:

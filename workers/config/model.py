@@ -91,7 +91,8 @@ class ModelConfig:
         (".share_prefixes=auto or always", "min_shared_tokens"),
         (".gradient_checkpointing other than none", "activation_offload"),
         (".gradient_checkpointing=selective or full", "recompute_num_layers"),
-        ("GPUs", "activation_offload, compile"),
+        ("GPUs", "activation_offload, batch_invariant, compile"),
+        ("engines", "batch_invariant"),
         ("engines on GPUs", "router_replay"),
         (".lora.rank=0", "train_vision"),
         (".lora.rank above 0", "base_dtype"),
@@ -182,6 +183,12 @@ class ModelConfig:
         "without images.",
         choices=("auto", "always", "never"),
     )
+    batch_invariant: bool = setting(
+        False,
+        "Compute by vLLM's batch-invariant kernels, in engines and in the policy's forward pass, so that "
+        "both give the same log-probs bit for bit at equal weights. Slower. Dense Qwen3 in bfloat16 on "
+        "GPUs, without LoRA or shared layers (see docs/rollout-engine.md).",
+    )
     logprob_chunk_tokens: int = setting(
         0,
         "Tokens whose logits exist at the same time. This bounds the memory of log-probs (tokens x "
@@ -229,6 +236,7 @@ class ModelConfig:
             base_dtype="float32",
             train_vision=False,
             router_replay="none",
+            batch_invariant=False,
             router_aux_loss_coefficient=0.0,
             router_z_loss_coefficient=0.0,
         )

@@ -11,6 +11,11 @@ import numpy as np
 
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.adapters import adapter_arguments
+from workers.engine.batch_invariance import (
+    ENVIRONMENT,
+    batch_invariant_arguments,
+    check_options,
+)
 from workers.engine.engine_options import check_engine_options
 from workers.engine.placement import BACKENDS, needs_frozen_tower
 from workers.engine.requests import LENGTH, STOP, Response
@@ -39,8 +44,15 @@ CPU_KV_BLOCK_TOKENS = 32
 """The smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks."""
 
 
-def prepare_environment(config: RolloutConfig, placement: str) -> None:
-    """Set variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
+def prepare_environment(
+    config: RolloutConfig, placement: str, *, batch_invariant: bool = False
+) -> None:
+    """Set variables that vLLM reads at import and its processes inherit. Call before importing vllm.
+
+    batch_invariant: `model.batch_invariant`.
+    """
+    if batch_invariant:
+        os.environ.update(ENVIRONMENT)
     mark_actor()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -132,6 +144,9 @@ def engine_arguments(
         **device,
     )
     check_engine_options(config.engine)
+    if model.batch_invariant:
+        check_options(config.engine)
+        arguments |= batch_invariant_arguments(enforce_eager=config.enforce_eager)
     return AsyncEngineArgs(**(arguments | config.engine | plain_arguments(model.path)))
 
 

@@ -181,6 +181,11 @@ class RowLayout:
         )  # another engine of this process may have another one
         if group and self._ring:
             return RingAttention(row, group, self._device)
+        if self._config.batch_invariant:
+            from workers.model.batch_invariant.paged_row import paged_attention
+
+            kernel = paged_attention(row, self._device)
+            return RowAttention(kernel, StateRow.of(row, self._device))
         if isinstance(row, SharedRow):
             attention: PackedAttention = SharedAttention(row, self._device)
         else:

@@ -252,6 +252,7 @@ class PackedCausalLM(PackedModel):
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__(model, config.activation_offload)
         self.chunk_tokens = config.chunk_tokens
+        self.read_log_probs: Read = read_log_probs
 
     def forward(
         self,
@@ -269,7 +270,7 @@ class PackedCausalLM(PackedModel):
             return hidden
         layer, shared = own_vocabulary(self.model.get_output_embeddings())
         head = Head(temperature, self.softcap, self.logit_factor, *shared)
-        return (read or read_log_probs)(
+        return (read or self.read_log_probs)(
             rows, OutputLayer(hidden, *layer, head, self.chunk_tokens(hidden.device.type))
         )
 

@@ -215,6 +215,10 @@ class ShardedModel:
         compiled = compiles(
             self.model_config, self.parallel.config, cuda=cuda, images=images
         )
+        if self.model_config.batch_invariant:
+            from workers.model.batch_invariant.qwen3 import compute_as_engines
+
+            compute_as_engines(self.module, self.device)
         tower = self.module.tower_blocks
         layers = self.module.layers
         checkpoint_layers(

@@ -94,7 +94,7 @@ class VllmEngineActor:
         front: actor of SessionFront, for agents elsewhere. needs_reward: whether an agent must give the
         reward, because nothing else does. transfer_timeout_s: after which it leaves a broadcast of weights.
         """
-        prepare_environment(rollout, placement)
+        prepare_environment(rollout, placement, batch_invariant=model.batch_invariant)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model = model
         self.config = rollout

@@ -84,6 +84,7 @@ policy.parallel.tensor_parallel=2 policy.parallel.replicate=2
 policy.parallel.replicate=2 policy.parallel.defer_gradient_reduction=true
 policy.parallel.pipeline_parallel=2 balance.order=makespan
 resources.device=cuda policy.parallel.tensor_parallel=2 rollout.replicas=4
+resources.device=cuda model.batch_invariant=true
 rollout.sampling.top_p=0.9 rollout.sampling.top_k=20
 algorithm.advantage=pass_at_k algorithm.pass_k=1
 algorithm.advantage=reinforce_plus_plus rollout.samples_per_prompt=1 batch.prompts_per_step=8
@@ -169,6 +170,12 @@ model.attention=sdpa policy.parallel.context_parallel=2 policy.parallel.context_
 policy.parallel.context_parallel_method=ring policy.parallel.context_parallel=2 resources.device=cuda FLOAT32
 model.attention=eager policy.parallel.tensor_parallel=2 model.layout=padded
 model.compile=always policy.parallel.tensor_parallel=2 resources.device=cuda
+model.batch_invariant model.batch_invariant=true
+model.lora.rank=8 model.batch_invariant=true resources.device=cuda
+model.dtype=float32 model.batch_invariant=true resources.device=cuda
+rollout.tensor_parallel=2 model.batch_invariant=true resources.device=cuda
+policy.parallel.context_parallel=2 model.batch_invariant=true resources.device=cuda
+rollout.engine.kv_cache_dtype=fp8 model.batch_invariant=true resources.device=cuda
 model.lora.policies=2 model.lora.rank=8
 model.lora.rank=513 model.lora.policies=2
 model.lora.rank=513 model.lora.sync=adapters

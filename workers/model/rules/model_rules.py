@@ -12,6 +12,7 @@ from typing import Any
 from workers.config.model import CUDA_KERNELS, ModelConfig
 from workers.config.roles import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.rules.batch_invariance import check_batch_invariance
 from workers.model.rules.families import (
     KERNEL_FEATURES,
     ROUTER_LOSS_FAMILIES,
@@ -68,6 +69,7 @@ def check_model(
         )
     _check_router_losses(settings, name, config.model_type)
     compiles(settings, parallel, cuda=cuda, images=packed.vision is not None)
+    check_batch_invariance(settings, parallel, name, text, head=head, cuda=cuda)
 
 
 def check_layout(
@@ -194,6 +196,8 @@ def _sharing_problem(
         return "needs model.length_multiple=1, also of forward passes"
     if settings.attention not in ("auto", "varlen", "flash4", "flash3"):
         return f"needs the log-sum-exp, which model.attention={settings.attention} does not give. Set auto"
+    if settings.batch_invariant:
+        return "rounds otherwise than engines (model.batch_invariant=true). Set never"
     if states:
         return f"cannot hand a state from a prompt to its responses: {states}. Set never"
     if features:
@@ -306,7 +310,7 @@ def compiles(
             "never."
         )
     return settings.compile == "always" or (
-        settings.compile == "auto" and cuda and not shared
+        settings.compile == "auto" and cuda and not shared and not settings.batch_invariant
     )
 
 
