@@ -1,5 +1,6 @@
 """Tasks in Harbor's format, in the sandbox of this machine."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,49 @@ def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(
     observation = environment.step(Turn("done"))
     assert observation.done and observation.reward == 1.0
     assert begin(tasks / "sort").step(Turn("")).reward == 0.0
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
+def test_the_first_turn_after_the_agents_time_submits(tasks: Path) -> None:
+    """Its calls are not made, and the tests score what was there before."""
+    environment = begin(tasks / "sort")
+    assert not environment.step(call("sort words.txt > sorted.txt")).done
+    environment._end = time.monotonic()
+    late = environment.step(call("rm sorted.txt"))
+    assert late.done and late.reward == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
+def test_work_that_is_not_submitted_has_no_reward_and_its_tests_do_not_run(
+    tasks: Path,
+) -> None:
+    """As at rollout.max_turns: an episode's reward is the sum of its turns'."""
+    environment = begin(tasks / "steps")  # whose tests would always pay
+    turns = [environment.step(call("ls /tests /logs/verifier")) for _ in range(2)]
+    assert [(turn.reward, turn.done) for turn in turns] == [(0.0, False)] * 2
+    (answer,) = turns[-1].text
+    assert "/tests" in answer["content"] and "reward.txt" not in answer["content"]
+    environment.close()
+
+
+@needs_bubblewrap
+def test_a_command_of_the_policy_has_the_time_of_a_command(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's, not the tests', which may take longer."""
+    monkeypatch.setenv("BALLAST_SANDBOX", "")
+    settings = SandboxConfig(kind="bubblewrap", memory_gib=0.25, command_timeout_s=0.5)
+    export_settings(settings)
+    (tasks / "steps/tests/test.sh").write_text(
+        "sleep 1; echo 0.25 > /logs/verifier/reward.txt"
+    )
+    environment = begin(tasks / "steps")
+    (answer,) = environment.step(call("echo begun; sleep 30")).text
+    assert answer["content"].startswith("begun")
+    assert "[stopped: took more than 0.5 s]" in answer["content"]
+    assert environment.step(Turn("")).reward == 0.25
 
 
 @needs_bubblewrap

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 STATE = Path(os.environ["FAKE_CLIENT_STATE"])
-IMAGES = ("tests/image", "tests/old")
+WITHOUT_PYTHON = "tests/bare"
+IMAGES = ("tests/image", "tests/old", WITHOUT_PYTHON)
 LOOPBACK_UP = """
 import fcntl, socket
 fcntl.ioctl(socket.socket(), 0x8914, b"lo".ljust(16, bytes(1)) + b"A".ljust(24, bytes(1)))
@@ -32,6 +33,11 @@ def fail(message: str) -> None:
 
 def option(arguments: list[str], name: str) -> list[str]:
     return [word.split("=", 1)[1] for word in arguments if word.startswith(f"--{name}=")]
+
+
+def read_arguments(container: Path) -> list[str]:
+    arguments: list[str] = json.loads((container / "arguments.json").read_text())
+    return arguments
 
 
 def run(arguments: list[str]) -> None:
@@ -76,6 +82,9 @@ def execute(arguments: list[str]) -> None:
     if not (STATE / name).exists():
         fail(NO_CONTAINER.format(name))
     command = arguments[arguments.index(name) + 1 :]
+    if command[0] == "python3" and WITHOUT_PYTHON in read_arguments(STATE / name):
+        print('exec failed: exec: "python3": executable file not found in $PATH')
+        raise SystemExit(127)
     if (STATE / name / "namespaces").exists():
         _, inner = (STATE / name / "namespaces").read_text().split()
         folder = STATE / name / "files"
@@ -113,8 +122,7 @@ def list_containers(arguments: list[str]) -> None:
     key = label.removeprefix("label=")
     for folder in STATE.iterdir():
         labels = dict(
-            word.split("=", 1)
-            for word in option(json.loads((folder / "arguments.json").read_text()), "label")
+            word.split("=", 1) for word in option(read_arguments(folder), "label")
         )
         if key in labels:
             print(folder.name, labels[key])

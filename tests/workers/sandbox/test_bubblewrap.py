@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -275,6 +276,18 @@ def test_time_output_and_processes_are_limited(box: BubblewrapSandbox) -> None:
     assert box.run("echo on").text == "on\n", (
         "a command that took too long takes all processes with it"
     )
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores"), [(0.3, 1), (1.0, 1), (1000.0, len(os.sched_getaffinity(0)))]
+)
+def test_commands_have_whole_cores(interpreter: str, cpus: float, cores: int) -> None:
+    limits = replace(LIMITS, cpus=cpus)
+    before = os.sched_getaffinity(0)
+    with BubblewrapSandbox(limits, LABEL, interpreter=interpreter) as sandbox:
+        code = "import os\nprint(len(os.sched_getaffinity(0)))"
+        assert run_python(sandbox, code).text == f"{cores}\n"
+    assert os.sched_getaffinity(0) == before
 
 
 def test_the_memory_of_all_processes_together_is_limited(box: BubblewrapSandbox) -> None:

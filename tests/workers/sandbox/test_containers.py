@@ -17,9 +17,13 @@ import cloudpickle
 import psutil
 import pytest
 
-from workers.config.roles import RolloutConfig
+from tests.workers.harbor.test_harbor import write_task
+from workers.agents.processes import session_variables
+from workers.config.roles import ModelConfig, RolloutConfig
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError, EpisodeError
+from workers.harbor.environment import HarborEnvironment
+from workers.harbor.task_folders import records
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.sandbox.containers import ContainerSandbox
 from workers.sandbox.kinds import (
@@ -32,6 +36,7 @@ from workers.sandbox.kinds import (
     remove_left_over_sandboxes,
 )
 from workers.sandbox.owners import OWNER, own_label
+from workers.sandbox.pools import SandboxAgentPool
 from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
 from workers.user_code.environments import EnvironmentPool
 
@@ -39,6 +44,9 @@ ROOT = Path(__file__).parents[3]
 CLIENT = Path(__file__).with_name("fake_container_client.py")
 LIMITS = SandboxLimits(
     cpus=0.5, memory_mib=256, processes=8, disk_mib=2, command_s=5, output_bytes=1000
+)
+needs_unshare = pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urnmp", "true"]).returncode != 0, reason="needs unshare"
 )
 
 
@@ -182,6 +190,78 @@ def test_an_owner_that_nobody_buried_has_ended(program: str) -> None:
         assert remove_left_over_sandboxes(SandboxConfig(kind=f"{program}:tests/image")) == 1
 
 
+def start_engine(sandbox: SandboxConfig) -> VllmEngineActor:
+    """Make an engine's actor, as a run does on each node. It has not started vLLM yet."""
+    config = RolloutConfig(sandbox=sandbox, tools="workers.sandbox.tools")
+    return VllmEngineActor(
+        ModelConfig(path="none"),
+        config,
+        index=0,
+        placement="shared_memory",
+        max_model_tokens=64,
+        seed=0,
+    )
+
+
+def test_an_engine_refuses_a_node_that_cannot_make_its_sandboxes(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's node could: nothing falls back to a process of the node."""
+    monkeypatch.setenv(VARIABLE, "")
+    settings = SandboxConfig(kind=f"{program}:tests/image")
+    start_engine(settings)
+    (tmp_path / "no-daemon").touch()
+    _check_kind.cache_clear()  # another node's process
+    with pytest.raises(ConfigError, match="Cannot connect"):
+        start_engine(settings)
+
+
+def test_an_engine_removes_at_its_start_what_a_killed_one_left(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    with make_box(program):  # of a run that lives
+        code = OWNER_CODE.format(program=program)
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
+        assert len(containers()) == 2
+        start_engine(SandboxConfig(kind=f"{program}:tests/image"))
+        assert len(containers()) == 1
+
+
+def test_an_agents_command_does_not_run_without_its_sandbox(
+    program: str, tmp_path: Path
+) -> None:
+    """A container that does not start fails the session: the command never runs beside it."""
+    trace = tmp_path / "trace"
+    sandbox = SandboxConfig(kind=f"{program}:tests/gone")
+    pool = SandboxAgentPool(
+        f"touch {trace}", 20.0, sandbox=sandbox, memory_gib=1.0, processes=8
+    )
+
+    async def play() -> None:
+        url = "http://127.0.0.1:9/v1"
+        try:
+            await pool.run({}, session_variables(url, url[:-3], "secret"))
+        finally:
+            await pool.stop()
+
+    with pytest.raises(EpisodeError, match="tests/gone"):
+        asyncio.run(play())
+    assert not trace.exists() and not containers()
+
+
+def test_a_task_has_its_own_image_in_place_of_the_settings(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    export_settings(SandboxConfig(kind=f"{program}:tests/image"))
+    image = '[environment]\ndocker_image = "tests/gone"\n'
+    folder = write_task(tmp_path / "task", "FROM ubuntu\n", "true", "true", image)
+    (record,) = records(f"harbor:{folder}")
+    with pytest.raises(SandboxError, match="tests/gone"):
+        HarborEnvironment().reset(record)
+
+
 class NeverStops:
     """An environment that leaves its sandbox to the end of its process."""
 
@@ -241,9 +321,7 @@ def serve(word: bytes) -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "-Urnmp", "true"]).returncode != 0, reason="needs unshare"
-)
+@needs_unshare
 def test_an_agent_reaches_the_gateway_and_nothing_else(program: str) -> None:
     """In namespaces as those of `--network=none`, the relay's program runs for real."""
     servers = [serve(b"gateway"), serve(b"another")]
@@ -260,6 +338,20 @@ def test_an_agent_reaches_the_gateway_and_nothing_else(program: str) -> None:
     assert not Path(folder).exists()
     for server in servers:
         next(server, None)
+
+
+@needs_unshare
+def test_a_container_without_python_does_not_start_for_an_agent(program: str) -> None:
+    box = ContainerSandbox(
+        LIMITS,
+        own_label("7"),
+        program=program,
+        image="tests/bare",
+        gateway=("127.0.0.1", 9),
+    )
+    with pytest.raises(SandboxError, match="python3"), box:
+        pass
+    assert not containers()
 
 
 @pytest.mark.parametrize(
