@@ -71,7 +71,8 @@ class StandIn:
                     case "reset":
                         self.seeds.append(data.get("seed"))
                         total = data.get("from", 0)
-                        connection.send(_observe({"total": total}))
+                        reward = data.get("reward")
+                        connection.send(_observe({"total": total, "metadata": {}}, reward))
                     case "state":
                         connection.send(json.dumps({"type": "state", "data": {}}))
                     case "step" if data.get("type") == "list_tools":

@@ -146,6 +146,36 @@ def test_samples_wait_for_a_session_of_a_full_server() -> None:
         assert [answer[-1].reward for answer in answers] == [11.0] * 3
 
 
+def test_a_sample_waits_for_a_full_server_no_longer_than_its_time() -> None:
+    with serving(StandIn(typed=False)) as url:
+        (record,) = task_records(f"openenv:{url}?seeds=1")
+    with serving(StandIn(typed=False, most=0)) as url:
+        ((failure,),) = play_all(url, (record, []), seconds=1.0)
+    assert "reset took more than reward.timeout_s=1" in failure
+
+
+def test_calls_of_a_turn_are_made_in_order_until_the_episode_is_done(
+    typed: tuple[StandIn, str],
+) -> None:
+    """Their rewards are added, and the one of the reset: 0.5 + 6 + 7, and not 100."""
+    _, url = typed
+    (record,) = task_records(f"openenv:{url}?seeds=1")
+    task = record["task"] | {"reset": {"reward": 0.5}}
+    calls = [
+        {
+            "id": str(number),
+            "function": {"name": "count_action", "arguments": {"by": number}},
+        }
+        for number in (6, 7, 100)
+    ]
+    ((opening, turn),) = play_all(
+        url, (record | {"task": task}, [Turn("", tool_calls=calls)])
+    )
+    assert opening == "0", "metadata is not read"
+    assert (turn.reward, turn.done) == (13.5, True)
+    assert [message["content"] for message in turn.text] == ["6", "13"]
+
+
 def test_records_of_a_file_get_the_tools_and_say_what_reset_takes(
     typed: tuple[StandIn, str], tmp_path: Path
 ) -> None:
