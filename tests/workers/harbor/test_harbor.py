@@ -159,6 +159,17 @@ def test_the_oracle_is_rewarded_by_the_tests(tasks: Path, name: str) -> None:
 
 @needs_bubblewrap
 @pytest.mark.usefixtures("sandbox")
+def test_the_oracle_has_the_agents_time(tmp_path: Path) -> None:
+    """What it has done by then is scored."""
+    toml = TOML.replace("30.0", "3.0")
+    tests = "cat made > /logs/verifier/reward.txt"
+    solution = "echo 0.5 > made; sleep 100; echo 0.75 > made"
+    folder = write_task(tmp_path / "task", "FROM ubuntu\n", tests, solution, toml)
+    assert begin(folder).solve().reward == 0.5
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
 def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(
     tasks: Path,
 ) -> None:

@@ -23,11 +23,16 @@ from workers.sandbox.pools import CALLS, SandboxAgentPool, SandboxToolPool
 
 pytestmark = needs_bubblewrap
 SETTINGS = SandboxConfig(kind="bubblewrap", command_timeout_s=5, memory_gib=0.25)
-SCHEMAS = [{"function": {"name": name}} for name in (*sandbox_tools.__all__, "add")]
+SCHEMAS = [{"function": {"name": name}} for name in (*sandbox_tools.__all__, "add", "sees")]
 
 
 def add(a: int, b: int) -> int:
     return a + b
+
+
+def sees(path: str) -> str:
+    """Look for a file where the user's own tools run."""
+    return str(Path(path).exists())
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 def make_pool(settings: SandboxConfig = SETTINGS) -> SandboxToolPool:
     tools = cloudpickle.dumps(
-        {"add": add} | {name: getattr(sandbox_tools, name) for name in CALLS}
+        {"add": add, "sees": sees} | {name: getattr(sandbox_tools, name) for name in CALLS}
     )
     return SandboxToolPool(tools, 20.0, sandbox=settings, max_calls=4, max_characters=40)
 
@@ -74,6 +79,26 @@ def test_the_tools_of_a_sample_act_in_its_own_sandbox() -> None:
         assert wrong.startswith("Error:") and "command" in wrong
         assert added == str(number + 1)
         assert "[cut:" in long and len(long) < 100
+
+
+def test_tools_of_the_users_own_run_outside(tmp_path: Path) -> None:
+    (tmp_path / "index").touch()
+
+    async def play() -> list[str]:
+        pool = make_pool()
+        try:
+            async with pool.episode(SCHEMAS) as environment:
+                path = str(tmp_path / "index")
+                calls = [
+                    call("sees", path=path),
+                    call("shell", command=f"test -e {path} && echo True || echo False"),
+                ]
+                observation = await environment.step(Turn("", tool_calls=calls))
+                return [message["content"] for message in observation.text]  # type: ignore[misc]
+        finally:
+            await pool.stop()
+
+    assert asyncio.run(play()) == ["True", "False"]
 
 
 def test_a_sandbox_that_is_lost_or_does_not_start_fails_the_sample() -> None:
