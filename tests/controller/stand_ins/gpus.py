@@ -21,6 +21,7 @@ from tests.controller.stand_ins.local_ray import LocalActor, LocalRay, NeverRetu
 from workers.batch.metrics import Metric, Metrics
 from workers.batch.score import Score
 from workers.errors import LostError
+from workers.model.checkpoint.checkpoint import RankCopy
 from workers.model.checkpoint.checkpoint_folder import (
     Manifest,
     check_json,
@@ -362,7 +363,7 @@ class StandInEngine:
         cells: Any = (),
     ) -> Metrics:
         with self._pass("update"):
-            return {"loss": Metric.sum(0.0)} | self._mismatch(sequences)
+            return {"loss": Metric.mean(self._log_prob, 1)} | self._mismatch(sequences)
 
     def forward_backward_log_probs(
         self, sequences: Any, micro_batches: Any, loss: Any, denominators: Any
@@ -414,14 +415,38 @@ class StandInEngine:
             return
         unfinished = unfinished_folder(final)
         unfinished.mkdir(parents=True)
-        commit(unfinished, final, Manifest(step, 1, {}, check_json(extra), {}))
+        commit(
+            unfinished,
+            final,
+            Manifest(step, 1, {"steps": self.steps}, check_json(extra), {}),
+        )
 
     def wait_for_checkpoint(self) -> None:
         pass
 
+    @property
+    def checkpointer(self) -> "StandInEngine":
+        return self
+
+    def copy(self, extra: dict[str, Any]) -> RankCopy:
+        self._world.event("copy")
+        return RankCopy({"steps": self.steps}, check_json(extra), b"")
+
+    def load_copy(self, copy: RankCopy) -> dict[str, Any]:
+        self._world.event("load copy")
+        self._resume(copy.numbers["steps"])
+        return copy.extra
+
+    def _resume(self, steps: int) -> None:
+        self.steps = steps
+        if self._world.actor.startswith("policy"):
+            self._world.log_prob = self._log_prob
+
     def load_checkpoint(self, path: str, *, policy: str = "") -> dict[str, Any]:
         self._world.event("load")
-        return read_manifest(Path(path)).extra
+        manifest = read_manifest(Path(path))
+        self._resume(manifest.engine["steps"])
+        return manifest.extra
 
 
 class StandInSender:

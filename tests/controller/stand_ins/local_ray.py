@@ -8,11 +8,14 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
+
+DRIVERS_NODE = "the driver's node"
 
 
 class NeverReturnsError(Exception):
@@ -46,13 +49,18 @@ class LocalStream:
 
 class LocalActor:
     """An object of an actor class on some GPUs. lives: False from `die` on; calls then say that the actor
-    died.
+    died. node: see `LocalRay.node_of`.
     """
 
     def __init__(
-        self, local: "LocalRay", name: str, gpus: list[int], make: Callable[[], Any]
+        self,
+        local: "LocalRay",
+        name: str,
+        gpus: list[int],
+        node: str,
+        make: Callable[[], Any],
     ) -> None:
-        self.local, self.name, self.gpus = local, name, gpus
+        self.local, self.name, self.gpus, self.node = local, name, gpus, node
         self.lives = True
         self.instance = local.run(self, make)
 
@@ -95,9 +103,13 @@ class LocalClass:
         return LocalClass(self._local, self._class, self._options | options)
 
     def remote(self, *args: Any, **kwargs: Any) -> LocalActor:
-        name = self._options.get("name", self._class.__name__)
         gpus = gpus_of(self._options)
-        actor = LocalActor(self._local, name, gpus, lambda: self._class(*args, **kwargs))
+        node = getattr(self._options.get("scheduling_strategy"), "node_id", "")
+        node = node or self._local.node_of(gpus)
+        name = self._options.get("name", f"{self._class.__name__} on {node}")
+        actor = LocalActor(
+            self._local, name, gpus, node, lambda: self._class(*args, **kwargs)
+        )
         self._local.actors[name] = actor
         return actor
 
@@ -113,18 +125,22 @@ def gpus_of(options: dict[str, Any]) -> list[int]:
 
 
 class LocalRay:
-    """`stand_ins`: actor classes that others take the place of. running: the actor whose method runs."""
+    """`stand_ins`: actor classes that others take the place of. running: the actor whose method runs.
+
+    node_of: the node of actors with these GPUs. Actors without are on the driver's.
+    """
 
     def __init__(self, stand_ins: dict[type, type]) -> None:
         self.actors: dict[str, LocalActor] = {}
         self.running: list[LocalActor] = []
         self.on_death: Callable[[LocalActor], None] = lambda actor: None
+        self.node_of: Callable[[Sequence[int]], str] = lambda gpus: DRIVERS_NODE
         self._stand_ins = stand_ins
         self._loop, self._one = asyncio.new_event_loop(), threading.RLock()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put this in the place of Ray's functions, until the test ends."""
-        for name in ("remote", "get", "wait", "put", "kill"):
+        for name in ("remote", "get", "wait", "put", "kill", "get_runtime_context"):
             monkeypatch.setattr(ray, name, getattr(self, name))
 
     def remote(self, actor_class: type) -> LocalClass:
@@ -151,6 +167,19 @@ class LocalRay:
     def kill(self, actor: LocalActor) -> None:
         actor.die()
 
+    def get_runtime_context(self) -> Any:
+        node = self.running[-1].node if self.running else DRIVERS_NODE
+        return SimpleNamespace(get_node_id=lambda: node)
+
+    def lose_node(self, node: str) -> list[str]:
+        """Let all actors on a node die. Returns their names."""
+        victims = [
+            actor for actor in self.actors.values() if actor.node == node and actor.lives
+        ]
+        for victim in victims:
+            victim.die()
+        return [victim.name for victim in victims]
+
     def run(self, actor: LocalActor, function: Callable[[], Any]) -> Any:
         """Call `function` as the actor's process would: with its GPUs in the environment. One at a time."""
         with self._one:
@@ -171,12 +200,11 @@ class LocalRay:
         if not actor.lives:
             return LocalRef(error=ActorDiedError())
         try:
-            return LocalRef(
-                self.run(
-                    actor,
-                    lambda: self._awaited(getattr(actor.instance, method)(*args, **kwargs)),
-                )
+            value = self.run(
+                actor,
+                lambda: self._awaited(getattr(actor.instance, method)(*args, **kwargs)),
             )
+            return LocalRef(value) if actor.lives else LocalRef(error=ActorDiedError())
         except NeverReturnsError:
             return LocalRef(done=False)
         except Exception as error:

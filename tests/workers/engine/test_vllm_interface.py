@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -436,21 +436,25 @@ def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(
         ray.kill(engine)
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_concurrency=3)
 class FailingEngine:
     """A replica on a GPU that goes wrong in the middle of an update."""
 
     def __init__(self, how: str) -> None:
         self.how = how
+        self.is_told = threading.Event()
 
     def receive_update(self, update_info: dict) -> None:
         if self.how == "refuses":
             raise RolloutError("could not load the weights: nothing for a.weight")
         if self.how == "breaks":
             raise ValueError("something")
+        if self.how == "dies late":
+            self.is_told.wait(1)
+            os._exit(1)
         if self.how == "dies":
             os._exit(1)
-        time.sleep(600)  # waits for the one that is gone
+        self.is_told.wait(600)  # for the one that is gone
 
 
 @pytest.mark.parametrize(
@@ -478,6 +482,18 @@ def test_a_replica_that_dies_in_a_broadcast_aborts_it_and_is_left_out(
     client.abort = lambda: aborts.append(True)
     client.update_weights({"names": ["a"]})
     assert (aborts, client.lost, client.failure) == ([True], {1}, None)
+    for engine in engines:
+        ray.kill(engine)
+
+
+def test_a_failure_that_comes_before_the_news_of_a_loss_is_no_failure_of_the_update(
+    ray_session: None,
+) -> None:
+    """The broadcast breaks at once for the one, and Ray needs time to say that the other is dead."""
+    engines = [FailingEngine.remote("breaks"), FailingEngine.remote("dies late")]
+    client = EngineClient(engines, tensor_parallel=1, together=True)
+    client.update_weights({"names": ["a"]})
+    assert (client.lost, client.failure) == ({1}, None)
     for engine in engines:
         ray.kill(engine)
 

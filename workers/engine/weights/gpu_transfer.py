@@ -30,6 +30,9 @@ from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER
 from workers.allocator import fixed_segments
 from workers.errors import BallastError, LostError, RolloutError
 
+LOSS_SECONDS = 5.0
+"""Wait for the news of a lost engine, after another in the same broadcast has failed."""
+
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -113,7 +116,8 @@ def call_replicas(
     """Call `method` of every replica with its arguments and wait for all. Returns positions of lost actors.
 
     together: returns at the first lost one, for which the others may wait. Raises at the first failure: our
-    errors unchanged, RolloutError otherwise.
+    errors unchanged, RolloutError otherwise. With `together`, a failure beside a lost actor comes from its
+    loss, and is not raised.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -124,22 +128,33 @@ def call_replicas(
     ]
     replicas = {ref: replica for replica, ref in enumerate(refs)}
     lost: set[int] = set()
+    failure: BallastError | None = None
     while refs and not (together and lost):
-        (done,), refs = ray.wait(refs, num_returns=1)
+        timeout_s = LOSS_SECONDS if failure else None
+        done, refs = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        if not done:
+            break
+        replica = replicas[done[0]]
         try:
-            ray.get(done)
+            ray.get(done[0])
         except RayTaskError as error:
             if isinstance(error.cause, LostError):
-                lost.add(replicas[done])
-            elif isinstance(error.cause, BallastError):
-                raise error.cause from error
-            else:
-                raise RolloutError(
-                    f"rollout replica {replicas[done]} failed in {method}: {error.cause!r}"
-                ) from error
+                lost.add(replica)
+                continue
+            failure = failure or _failure(error, replica, method)
+            if not together:
+                raise failure from error
         except RayError:
-            lost.add(replicas[done])
+            lost.add(replica)
+    if failure is not None and not lost:
+        raise failure
     return lost
+
+
+def _failure(error: Any, replica: int, method: str) -> BallastError:
+    if isinstance(error.cause, BallastError):
+        return error.cause
+    return RolloutError(f"rollout replica {replica} failed in {method}: {error.cause!r}")
 
 
 class GatheredWeights(WeightSource):
