@@ -19,6 +19,7 @@ from controller.checkpoints.progress import (
 from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
+from controller.engines.fleet import READY
 from controller.lifecycle.session import Session
 from controller.observability.run_folder import (
     log_probs_file,
@@ -89,6 +90,7 @@ class Run(TrainingRun[Config]):
         super().step_finished()
         self.record.completions(self.config.run.log_completions)
         self.buffer.weights_updated()
+        self.roles.rollouts.adjust()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -250,5 +252,8 @@ class Run(TrainingRun[Config]):
         return (
             metrics
             | engines.fleet.budget.metrics()
-            | {"rollout/weight_version": float(self.weight_version)}
+            | {
+                "rollout/weight_version": float(self.weight_version),
+                "rollout/engines": float(len(engines.fleet.in_state(*READY))),
+            }
         )

@@ -186,10 +186,19 @@ class LayoutSearch:
 
     def _keeps(self, layout: Layout, half: Half) -> bool:
         """Return whether a half of a layout has the values that overrides give. `auto` and no engines are
-        free.
+        free, and a range of engines allows each number in it.
         """
         fixed_values = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed}
         free = {"engines": 0, "placement": "auto"}
+        engines = self.config.rollout.engine_range
+        if "engines" in fixed_values and engines.is_elastic:
+            del fixed_values["engines"]
+            if (
+                not engines.minimum
+                <= half.get("engines", engines.minimum)
+                <= engines.maximum
+            ):
+                return False
         return all(
             fixed_values[name] in (getattr(layout, name), free.get(name))
             for name in fixed_values.keys() & half.keys()

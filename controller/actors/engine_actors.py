@@ -1,6 +1,7 @@
 """Make the actors of engines, and the front from which agents elsewhere get their sessions.
 
-Config, bundles --engine_maker--> make(replica, attempt) --> VllmEngineActor in its bundle
+Config, rooms --engine_maker--> make(replica, attempt) --> VllmEngineActor in its room
+Config, make --engine_pool--> EnginePool, or ElasticEnginePool with rooms that come and go
 Config --session_front--> SessionFront on the driver's node
 """
 
@@ -13,10 +14,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from controller.actors.engine_rooms import EngineRooms
 from controller.actors.layout import RoleRequest
 from controller.actors.resources import Reservation
 from controller.config import Config
+from controller.engines.elastic_pool import ElasticEnginePool
 from controller.engines.engine_calls import MakeActor
+from controller.engines.engine_pool import EnginePool
 from controller.observability.console import Console
 from workers.agents.front import SessionFront
 from workers.config.roles import GATEWAY_KEY
@@ -29,14 +33,14 @@ STOP_SECONDS = 5.0  # wait for a front that frees its port
 
 def engine_maker(
     config: Config,
-    bundles: dict[str, Reservation],
+    rooms: Reservation | EngineRooms,
     request: RoleRequest,
     devices: list[str],
     environment: bytes,
     front: Any = None,
 ) -> MakeActor:
-    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty.
-    front: actor of `SessionFront`.
+    """Return a function that makes a replica's actor. rooms: of all replicas. devices: of each colocated engine,
+    otherwise empty. front: actor of `SessionFront`.
     """
     actor_class = ray.remote(VllmEngineActor)
 
@@ -58,7 +62,7 @@ def engine_maker(
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
-            "scheduling_strategy": bundles[request.pool].strategy(rank),
+            "scheduling_strategy": rooms.strategy(rank),
         } | ({"runtime_env": {"env_vars": variables}} if devices else {})
         return actor_class.options(**options).remote(
             config.model,
@@ -77,6 +81,22 @@ def engine_maker(
         )
 
     return make
+
+
+def engine_pool(
+    config: Config, make: MakeActor, rooms: EngineRooms | None, **options: Any
+) -> EnginePool:
+    """Make the actors of a run's engines. rooms: of a range of engines. options: see `EnginePool`."""
+    resources = config.resources
+    settings = replace(config.rollout, replicas=config.engine_range.setting)
+    options |= {
+        "start_timeout_s": resources.start_timeout_s,
+        "adapter_versions": config.model.lora.versions,
+    }
+    if rooms is None:
+        return EnginePool(make, settings, **options)
+    timeout_s = resources.placement_timeout_s
+    return ElasticEnginePool(make, settings, rooms, room_timeout_s=timeout_s, **options)
 
 
 def shared_devices(

@@ -13,16 +13,28 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from controller.actors.engine_actors import engine_maker, session_front, shared_devices
+from controller.actors.engine_actors import (
+    engine_maker,
+    engine_pool,
+    session_front,
+    shared_devices,
+)
+from controller.actors.engine_rooms import EngineRooms
 from controller.actors.judge import Judge, JudgedScoring
-from controller.actors.layout import Pool, pools, role_requests, training_pool
-from controller.actors.resources import Reservation, reserve
+from controller.actors.layout import (
+    Pool,
+    is_elastic,
+    pools,
+    role_requests,
+    training_pool,
+)
+from controller.actors.resources import Reservation, request_pool, reserve
 from controller.actors.rewards import RewardPool, Scoring
 from controller.actors.weight_transfer import WeightTransfer
+from controller.actors.worker_arguments import worker_arguments
 from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
-from controller.config.functions import absolute
 from controller.config.role_table import LEARNING_ROLES
 from controller.config.sections import RewardConfig
 from controller.config.training import count_noun
@@ -107,7 +119,7 @@ class WorkerGroups:
         adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes
         sleeping engines. Returns metrics. Raises LostError if a rank is lost meanwhile.
         """
-        if not self.rollouts.actors:
+        if not self.rollouts.fleet.size:
             return {}
         if self.lora.sends_adapters:
             self._send_adapters(version, adapter)
@@ -169,6 +181,8 @@ class WorkerGroups:
             actor.take_weight_loads.remote(): f"rollout {i}"
             for i, actor in self.rollouts.actors.items()
         }
+        if not names:
+            return {}
         answered, _ = ray.wait(list(names), num_returns=len(names), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
@@ -239,6 +253,7 @@ def launch(
             groups, engines, reward_pool, transfer, deltas, judge, lora
         )
         engines.catch_up = worker_groups.catch_up
+        engines.adjust()  # not earlier: models and reward workers need their room first
         yield worker_groups
 
 
@@ -259,10 +274,13 @@ class _Launch:
         self.roles = only or config.training_roles
         self.total_steps = total_steps
         self.groups: dict[str, WorkerGroup] = {}
-        self.bundles = {
-            pool.name: self._reserve(pool)
-            for pool in ([training_pool(config)] if only else pools(config))
-        }
+        self.rooms: EngineRooms | None = None
+        self.bundles: dict[str, Reservation] = {}
+        for pool in [training_pool(config)] if only else pools(config):
+            if pool.name == "rollout" and is_elastic(config):
+                self.rooms = self._reserve_rooms(pool)
+            else:
+                self.bundles[pool.name] = self._reserve(pool)
         self.requests = {request.role: request for request in role_requests(config)}
         if only:
             self.requests = {role: self.requests[role] for role in only}
@@ -276,6 +294,14 @@ class _Launch:
             bundles = reserve(pool, self.config.resources.placement_timeout_s)
         self.stack.callback(bundles.release)
         return bundles
+
+    def _reserve_rooms(self, pool: Pool) -> EngineRooms:
+        """Reserve the rooms of the first engines, each alone."""
+        rooms = EngineRooms(pool, request_pool)
+        self.stack.callback(rooms.release_all)
+        for replica in range(len(pool.bundles)):
+            rooms.add(replica, self._reserve(rooms.pool_of(replica)))
+        return rooms
 
     def waiting(
         self, subject: str, setting: str = "resources.start_timeout_s"
@@ -327,18 +353,17 @@ class _Launch:
         front = None
         if config.rollout.agent == HTTP:
             front = session_front(config, self.console, self.stack)
-        engines = EnginePool(
-            engine_maker(
-                config, self.bundles, self.requests["rollout"], devices, environment, front
-            ),
-            replace(config.rollout, replicas=config.engines),
-            budget or RestartBudget(config.run.max_restarts),
-            live or LiveMetrics(),
-            front,
+        request = self.requests["rollout"]
+        rooms = self.rooms or self.bundles[request.pool]
+        engines = engine_pool(
+            config,
+            engine_maker(config, rooms, request, devices, environment, front),
+            self.rooms,
+            budget=budget or RestartBudget(config.run.max_restarts),
+            live=live,
+            front=front,
             by_transfer=by_transfer,
             colocated=colocated,
-            start_timeout_s=config.resources.start_timeout_s,
-            adapter_versions=config.model.lora.versions,
             log=self.console.log,
         )
         self.stack.callback(engines.stop)
@@ -388,7 +413,9 @@ class _Launch:
         resources = self.config.resources
         if judge_config is None:
             return None
-        make = engine_maker(judge_config, self.bundles, self.requests["judge"], [], b"")
+        make = engine_maker(
+            judge_config, self.bundles["judge"], self.requests["judge"], [], b""
+        )
         budget = RestartBudget(self.config.run.max_restarts)
         log = self.console.log
         timeout_s = resources.start_timeout_s
@@ -450,36 +477,3 @@ class _Launch:
                     f"policy: {parameters:,} parameters over {ranks} on {self.config.device}"
                 )
         return self.groups
-
-
-def worker_arguments(
-    config: TrainingConfig, role: str, total_steps: int = 1
-) -> dict[str, Any]:
-    """Return a training role's constructor arguments. total_steps: optimiser steps, if the role learns."""
-    spec = config.spec(role)
-    settings = value_of(config, spec.settings_section)
-    models = {
-        name: config.decide_prefixes(model)
-        for name, model in config.models_of(role).items()
-    }
-    arguments = {
-        "model": next(iter(models.values())),
-        "models": {} if "" in models else models,
-        "device": config.device,
-        "temperature": config.temperature,
-        "threads": config.policy.threads,
-        "parallel": config.policy.parallel,
-        "cpu_offload": settings.cpu_offload in (True, "all"),
-    }
-    if spec.learns:
-        arguments |= {
-            "optimizer": replace(
-                settings.optimizer,
-                function=absolute(settings.optimizer.function),
-                schedule_function=absolute(settings.optimizer.schedule_function),
-            ),
-            "optimizer_offload": settings.cpu_offload == "optimizer",
-            "total_steps": total_steps,
-            "reshard_after_forward": config.policy.reshard_after_forward,
-        }
-    return arguments

@@ -2,7 +2,8 @@
 starts it.
 
     training pool    one bundle for each policy worker   policy i, reference i, critic i, ... share a bundle
-    rollout pool     one bundle for each engine          with separate GPUs if rollout.placement is apart
+    rollout pool     one bundle for each engine          with separate GPUs if rollout.placement is apart.
+                                                          A range of engines begins with its minimum
                      none if colocated                   engine i shares the tp ranks from i*tp on
     other pools      one bundle for each engine of another role, with separate GPUs
     no pool                                                 reward workers, wherever there is room
@@ -85,6 +86,11 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
     return Pool("rollout", (bundle | ({"GPU": gpus} if gpus else {}),) * config.engines)
 
 
+def is_elastic(config: TrainingConfig) -> bool:
+    """Whether engines may be added and lost within a range. Then each has a bundle that it reserves alone."""
+    return isinstance(config, Config) and config.engine_range.is_elastic
+
+
 def reserved_by_engine(config: Config) -> float:
     """Return the GPUs that an engine reserves besides the policy's."""
     return (
@@ -156,6 +162,9 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
         int(sum_reserved(config, "GPU")),
     )
     warnings = []
+    if isinstance(config, Config):
+        more_engines = config.engine_range.maximum - config.engines
+        used = min(gpus, used + int(more_engines * reserved_by_engine(config)))
     if gpus > used:
         settings = (
             "policy.data_parallel or rollout.replicas"

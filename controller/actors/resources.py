@@ -1,6 +1,6 @@
 """Reserve the bundles of the layout, or raise an error that names missing resources.
 
-Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
+Pool --reserve, request_pool--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
 """
 
 import time
@@ -34,6 +34,11 @@ class Reservation:
             self.group, placement_group_bundle_index=self.bundle_of_rank[rank]
         )
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether Ray has placed all bundles, and no node with one of them was lost since."""
+        return bool(placement_group_table(self.group)["state"] == "CREATED")
+
     def release(self) -> None:
         remove_placement_group(self.group)
 
@@ -46,6 +51,12 @@ def reserve(pool: Pool, timeout_s: float) -> Reservation:
     except ResourceError:
         remove_placement_group(group)
         raise
+
+
+def request_pool(pool: Pool) -> Reservation:
+    """Ask for the pool's bundles without waiting, see `Reservation.is_placed`. Any bundle suits any rank."""
+    group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
+    return Reservation(group, tuple(range(len(pool.bundles))))
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:

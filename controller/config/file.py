@@ -21,6 +21,7 @@ from controller.config.suggestions import suggestion
 from controller.config.user_paths import with_user_paths
 from controller.config.value_types import TYPE_NAMES, Biases, Numbers, Options, is_of_type
 from controller.config.yaml_text import check_scalars, read_yaml, show_value, yaml_problem
+from workers.config.engine_range import Count
 from workers.errors import ConfigError, Problems, raise_all
 
 Schema = TypeVar("Schema")
@@ -74,6 +75,11 @@ class Setting:
         if self.maximum is not None:
             return self.maximum
         return LARGEST_INT if self.type is int else LARGEST_FLOAT
+
+    @property
+    def type_name(self) -> str:
+        """Return the type, as reference pages show it."""
+        return "int or MIN..MAX" if self.type == Count else self.type.__name__
 
     def allows(self, value: Any) -> bool:
         if self.choices:
@@ -427,7 +433,7 @@ def _not_set(key: str) -> ConfigError:
 
 
 def _holds_several(setting: Setting) -> bool:
-    return setting.type not in (bool, int, float, str)
+    return setting.type not in (bool, int, float, str, Count)
 
 
 def _no_reference(key: str) -> ConfigError:

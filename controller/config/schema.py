@@ -30,6 +30,7 @@ from controller.config.sections import (
     ValidationConfig,
 )
 from controller.config.training import TrainingConfig, count_noun
+from workers.config.engine_range import EngineRange
 from workers.config.judge import POLICY
 from workers.config.roles import (
     CriticConfig,
@@ -73,7 +74,7 @@ class Config(TrainingConfig):
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: "
             f"{self.algorithm.advantage}, {count_noun(self.batch.prompts_per_step, 'prompt')} x "
             f"{count_noun(self.rollout.samples_per_prompt, 'sample')} a step, "
-            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {count_noun(self.engines, 'engine')}, "
+            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {self.engine_words}, "
             f"{self.device}"
         )
 
@@ -113,9 +114,12 @@ class Config(TrainingConfig):
 
     @property
     def engines(self) -> int:
-        """Number of vLLM engines: rollout.replicas, or as many as the placement's GPUs hold, at least 1."""
-        if self.rollout.replicas or not self.uses_gpus:
-            return self.rollout.replicas or 1
+        """Number of vLLM engines at the start: the minimum of rollout.replicas, or as many as the placement's
+        GPUs hold, at least 1.
+        """
+        minimum = self.rollout.engine_range.minimum
+        if minimum or not self.uses_gpus:
+            return minimum or 1
         trained_on = self.training_workers if self.training_roles else 0
         judge = self.reward.judge
         other_gpus = trained_on + (
@@ -125,6 +129,20 @@ class Config(TrainingConfig):
             trained_on if self.rollout_placement == "colocated" else self.gpus - other_gpus
         )
         return max(1, gpus // self.rollout.tensor_parallel)
+
+    @property
+    def engine_range(self) -> EngineRange:
+        """Engines that the run needs, and engines that it takes at most."""
+        return EngineRange(
+            self.engines, max(self.engines, self.rollout.engine_range.maximum)
+        )
+
+    @property
+    def engine_words(self) -> str:
+        """The number of engines, such as `1 engine` or `1..4 engines`."""
+        if self.engine_range.is_elastic:
+            return f"{self.engine_range} engines"
+        return count_noun(self.engines, "engine")
 
     @property
     def colocated_engines(self) -> tuple[int, int]:

@@ -101,7 +101,7 @@ def _row(setting: Setting, effect: str) -> str:
         list[str]: "list of texts",
         list[int]: "list of whole numbers",
     }
-    kind = several.get(setting.type, setting.type.__name__)
+    kind = several.get(setting.type, setting.type_name)
     description = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace(
         "|", "\\|"
     )

@@ -2,6 +2,8 @@
 
 from typing import Any, get_args, get_origin
 
+from workers.config.engine_range import Count, is_range
+
 # The types of setting that are not a single value.
 Numbers = dict[str, float]
 Biases = dict[int, float]
@@ -9,6 +11,7 @@ Options = dict[str, Any]
 TYPE_NAMES = {
     bool: "true or false (bool)",
     int: "a whole number (int)",
+    Count: "a whole number, or a range of two, MIN..MAX",
     float: "a number (float)",
     str: "a text (str)",
     Numbers: "numbers by name (NAME: NUMBER, ...)",
@@ -24,6 +27,8 @@ def is_of_type(value: Any, wanted: type) -> bool:
     """Whether a setting of the type `wanted` accepts `value`."""
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
+    if wanted == Count:
+        return isinstance(value, int) or is_range(value)
     kind = get_origin(wanted)
     inner = get_args(wanted)
     if kind is list:

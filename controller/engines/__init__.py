@@ -3,6 +3,7 @@
     requests --engine_pool: EnginePool--> actors of `workers.rollout` --> light results, token blocks
                      |                |
       router: assigns requests      fleet: states of engines         decisions, without I/O or Ray
+                                elasticity: engines of a range
 
 Read `engine_pool` first. `controller.rollout` makes the requests and puts the results together.
 """

@@ -62,7 +62,9 @@ class RolloutEngines:
         adapter_versions: see `model.lora.versions`. name: of the role.
         """
         self.fleet = fleet
-        self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
+        self.actors = {
+            replica: make(replica, 0) for replica in fleet.in_state(State.STARTING)
+        }
         self._starting: dict[int, ray.ObjectRef] = {}
         self._make = make
         self._by_transfer = by_transfer
@@ -162,7 +164,7 @@ class RolloutEngines:
 
     def check_any_will_serve(self) -> None:
         """Raise RolloutError if no engine serves, starts or loads weights: waiting would never end."""
-        if not self.fleet.serving and not self._calls and not self._waiting_for_transfer:
+        if not (self.fleet.serving or self.expects_engines or self._waiting_for_transfer):
             raise RolloutError(
                 f"no rollout engine has the weights of version {self.fleet.version}, and none is loading "
                 "them: an update was refused before."
@@ -171,6 +173,11 @@ class RolloutEngines:
     @property
     def _waiting_for_transfer(self) -> list[int]:
         return self.fleet.in_state(State.STALE, State.ASLEEP) if self._by_transfer else []
+
+    @property
+    def expects_engines(self) -> bool:
+        """Whether engines start or load weights."""
+        return bool(self._calls)
 
     @property
     def waits_for_weights(self) -> bool:
@@ -194,11 +201,7 @@ class RolloutEngines:
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")
         text = cause if isinstance(cause, str) else cause_of(cause)
-        failed_replacement = (
-            self._by_transfer
-            and self._attempts[replica] > 0
-            and self.fleet.state(replica) is State.STARTING
-        )
+        was_starting = self.fleet.state(replica) is State.STARTING
         self.fleet.mark_lost(replica)
         self.on_lost(replica)
         self._calls = {
@@ -206,7 +209,11 @@ class RolloutEngines:
         }
         ray.kill(self.actors[replica])
         lost = f"{self._name} replica {replica} was lost: {text}"
-        if failed_replacement:
+        self.replace(replica, lost, was_starting=was_starting)
+
+    def replace(self, replica: int, lost: str, *, was_starting: bool) -> None:
+        """Start an engine in place of a lost one. lost: says which and why. Raises as `lose`."""
+        if self._by_transfer and self._attempts[replica] > 0 and was_starting:
             raise LostError(f"{lost}; it was to replace a lost engine")
         if self.fleet.is_hopeless(replica):
             raise RolloutError(
@@ -217,17 +224,22 @@ class RolloutEngines:
                 f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up."
             )
         self._log(f"{lost}; starting a new one")
-        self._attempts[replica] += 1
-        self._restarted = True
-        self.actors[replica] = self._make(replica, self._attempts[replica])
+        self.make_actor(replica)
         if self._transferring:
             self._postponed.append(
                 replica
             )  # its start needs memory in which weights are gathered now
         else:
-            self._start_replacement(replica)
+            self.start_later(replica)
 
-    def _start_replacement(self, replica: int) -> None:
+    def make_actor(self, replica: int) -> None:
+        """Make the replica's first or next actor."""
+        self._attempts[replica] = self._attempts.get(replica, -1) + 1
+        self._restarted = True
+        self.actors[replica] = self._make(replica, self._attempts[replica])
+
+    def start_later(self, replica: int) -> None:
+        """Let an actor start its engine while the others serve. It serves once it has the weights."""
         started = self.actors[replica].start.remote()
         then = self._begin_joining if self._by_transfer else self._begin_loading
         self._watch(
@@ -346,7 +358,7 @@ class RolloutEngines:
         """Wait for replacements that share a GPU with ranks, which may not compute meanwhile, or if no engine
         is up.
         """
-        while self._calls and (self._colocated or not self.fleet.in_state(*UP)):
+        while self.expects_engines and (self._colocated or not self.fleet.in_state(*UP)):
             self.wait([])
             self.check_deadlines(())
 
@@ -354,7 +366,7 @@ class RolloutEngines:
         postponed = self._postponed
         self._postponed = []
         for replica in postponed:
-            self._start_replacement(replica)
+            self.start_later(replica)
 
     def sleep(self) -> None:
         """Free weights and KV caches of colocated engines until `receive_weights`. Raises as `lose`."""

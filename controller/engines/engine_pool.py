@@ -127,16 +127,25 @@ class EnginePool(RolloutEngines):
         self._partial = PartialResponses()
         self._pumped = time.monotonic()
         self._idle_s = 0.0
-        fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
+        engines = config.engine_range
+        fleet = Fleet(
+            engines.minimum,
+            budget or RestartBudget(0),
+            self._live.engine_state,
+            absent=engines.maximum - engines.minimum,
+        )
         super().__init__(make, config, fleet, **options)
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
         """Start a generation: submit requests to its router at any time, and call `pump`."""
         router = Router(
-            len(self.actors), self._config.max_concurrent, self._config.max_retries
+            self.fleet.size, self._config.max_concurrent, self._config.max_retries
         )
         self._generations.append(Generation(router, sampling, on_results))
         return self._generations[-1]
+
+    def adjust(self) -> None:
+        """Add engines that a range allows, between steps. A fixed number stays."""
 
     def end(self, generation: Generation) -> None:
         self._generations.remove(generation)
@@ -208,7 +217,7 @@ class EnginePool(RolloutEngines):
         self._count_idle()
         idle = self._idle_s
         self._idle_s = 0.0
-        return idle / len(self.actors)
+        return idle
 
     def _busy(self) -> set[int]:
         return {
@@ -220,7 +229,8 @@ class EnginePool(RolloutEngines):
     def _count_idle(self) -> None:
         now = time.monotonic()
         last_pump = self._pumped
-        self._idle_s += (now - last_pump) * (len(self.actors) - len(self._busy()))
+        if self.actors:
+            self._idle_s += (now - last_pump) * (1 - len(self._busy()) / len(self.actors))
         self._pumped = now
 
     def _open_streams(self, generation: Generation) -> None:
@@ -232,7 +242,7 @@ class EnginePool(RolloutEngines):
     def _export_queues(self) -> None:
         routers = [generation.router for generation in self._generations]
         outstanding = []
-        for replica in range(len(self.actors)):
+        for replica in range(self.fleet.size):
             outstanding.append(sum(router.outstanding(replica) for router in routers))
         self._live.queues(self.queued, outstanding)
 

@@ -1,5 +1,7 @@
 """Decide which engine may take requests, without I/O, Ray or a clock.
 
+    absent --add--> starting (in a range of engines)
+
     starting --mark_started--> stale --mark_updated--> current --drain--> draining
         ^                 ^ ^                   |  ^---resume------'
         |                 | '----new_version----'
@@ -27,9 +29,12 @@ class State(Enum):
     DRAINING = "takes nothing new: it finishes its requests, or is found to be hung"
     ASLEEP = "without weights and KV cache, while training uses its GPUs"
     DEAD = "lost"
+    ABSENT = "not started yet: a range of engines starts with its minimum"
 
 
 UP = (State.STALE, State.CURRENT, State.DRAINING)
+READY = (*UP, State.ASLEEP)
+RUNNING = (State.STARTING, *READY)
 
 
 @dataclass
@@ -67,14 +72,21 @@ class Fleet:
         replicas: int,
         budget: RestartBudget,
         changed: Callable[[int, State], None] = lambda replica, state: None,
+        absent: int = 0,
     ) -> None:
+        """replicas: started at once. absent: replicas that may be added."""
         self.version = 0
         self.budget = budget
         self._changed = changed
-        self._states = [State.STARTING] * replicas
+        self._states = [State.STARTING] * replicas + [State.ABSENT] * absent
         self._finished: set[int] = set()  # replicas whose engine has finished a sample
-        for replica in range(replicas):
-            changed(replica, State.STARTING)
+        for replica, state in enumerate(self._states):
+            changed(replica, state)
+
+    @property
+    def size(self) -> int:
+        """Number of replicas in any state."""
+        return len(self._states)
 
     def state(self, replica: int) -> State:
         return self._states[replica]
@@ -85,6 +97,10 @@ class Fleet:
     @property
     def serving(self) -> list[int]:
         return self.in_state(State.CURRENT)
+
+    def add(self, replica: int) -> None:
+        """Record that the replica's first engine starts."""
+        self._move(replica, State.STARTING, State.ABSENT)
 
     def mark_started(self, replica: int) -> None:
         """Record that the engine is up, with version 0."""
@@ -127,7 +143,7 @@ class Fleet:
         self._finished.add(replica)
 
     def mark_lost(self, replica: int) -> None:
-        self._move(replica, State.DEAD, State.STARTING, State.ASLEEP, *UP)
+        self._move(replica, State.DEAD, *RUNNING)
         self.budget.fruitless[replica] = (
             0 if replica in self._finished else self.budget.fruitless[replica] + 1
         )

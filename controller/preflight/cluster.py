@@ -240,7 +240,9 @@ def _check_cpus(config: Config) -> None:
             f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and "
             f"each needs one. Lower it, {ELSEWHERE}."
         )
-    caches = engines * config.rollout.cpu_kv_cache_gib
+    # A range takes every core that is free.
+    most_engines = min(config.engine_range.maximum, cores)
+    caches = most_engines * config.rollout.cpu_kv_cache_gib
     memory = memory_gib()
     if caches > memory:
         raise ConfigError(

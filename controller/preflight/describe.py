@@ -17,6 +17,7 @@ from controller.actors.layout import (
     Pool,
     RoleRequest,
     idle_gpus,
+    is_elastic,
     pools,
     role_requests,
     sum_reserved,
@@ -131,9 +132,7 @@ def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
 
 def _setting_entry(setting: Setting, conditions: Conditions) -> str:
     default = "must be set" if setting.required else f"default {setting.default!r}"
-    facts = ", ".join(
-        fact for fact in (setting.type.__name__, default, setting.range) if fact
-    )
+    facts = ", ".join(fact for fact in (setting.type_name, default, setting.range) if fact)
     text = f"{setting.doc} {effect_words(conditions, setting.only_with)}"
     doc = textwrap.fill(text, width=100, initial_indent="    ", subsequent_indent="    ")
     return f"{setting.key}  ({facts})\n{doc}"
@@ -154,10 +153,21 @@ def _placement(config: TrainingConfig) -> list[str]:
         lines.append(
             f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other"
         )
+    if is_elastic(config):
+        lines.append(_range_line(config))
     lines.append(
         f"reserved in all: {sum_reserved(config, 'CPU'):g} CPUs, {sum_reserved(config, 'GPU'):g} GPUs"
     )
     return lines + fits_lines(config)
+
+
+def _range_line(config: TrainingConfig) -> str:
+    assert isinstance(config, Config)
+    bundle = next(pool.bundles[0] for pool in pools(config) if pool.name == "rollout")
+    return (
+        f"{config.engines} of {config.engine_range} engines at the start, each in a bundle that is reserved "
+        f"alone; a further one takes {_bundle(bundle)} once the cluster has it free"
+    )
 
 
 def _pool_line(pool: Pool) -> str:

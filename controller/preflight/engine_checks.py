@@ -41,6 +41,13 @@ def response_limit(config: Config) -> str:
 
 
 def check_engine_count(config: Config) -> None:
+    """Raise ConfigError if the number of engines is unknown, or a range that the placement cannot follow."""
+    engines = config.rollout.engine_range
+    if engines.is_elastic and config.rollout_placement == "colocated":
+        raise ConfigError(
+            f"rollout.replicas={config.rollout.replicas}: colocated engines share the policy's GPUs, whose "
+            "number is fixed. Set rollout.placement=apart, or a number of engines."
+        )
     if (
         config.uses_gpus
         and config.rollout_placement == "apart"

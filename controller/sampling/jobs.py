@@ -207,7 +207,7 @@ def describe_job(schema: type[SamplerConfig], request: JobRequest) -> str:
             f"samples: {samples * prompts:,}, {samples} of each prompt; {options}, at most "
             f"{sampling.max_new_tokens} new tokens ({config.sampling_key})",
             f"rewards: {', '.join(rewards) or 'none'}",
-            f"engines: {config.engines}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
+            f"engines: {config.engine_range}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",
             *(f"warning: {line}" for line in idle_gpus(config, config.gpus)),
             *prompt_lines(tokenize_inputs(config, trial)),

@@ -293,7 +293,6 @@ def _score_samples(
     rollouts = roles.rollouts
     scoring = roles.scoring(1)
     waiting = iter(requests)
-    window = WINDOW * job.config.engines * job.config.rollout.max_concurrent
     unscored: dict[Key, tuple[SampleResult, ObjectRef]] = {}
 
     def score(results: list["SampleResult"], block: "ObjectRef") -> None:
@@ -302,6 +301,8 @@ def _score_samples(
 
     router = rollouts.begin(job.config.rollout.sampling, score).router
     while True:
+        engines = max(job.config.engines, len(rollouts.actors))
+        window = WINDOW * engines * job.config.rollout.max_concurrent
         router.submit(
             islice(waiting, max(0, window - len(router.unfinished) - len(unscored)))
         )

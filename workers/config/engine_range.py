@@ -30,6 +30,11 @@ class EngineRange:
         return f"{self.minimum}..{self.maximum}" if self.is_elastic else f"{self.minimum}"
 
     @property
+    def setting(self) -> Count:
+        """The value of rollout.replicas."""
+        return str(self) if self.is_elastic else self.minimum
+
+    @property
     def is_elastic(self) -> bool:
         return self.minimum < self.maximum
 

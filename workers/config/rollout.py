@@ -6,6 +6,7 @@ Plain dataclasses, as in `roles.py`, which gives them to everybody else.
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.config.engine_range import MOST_ENGINES, Count, EngineRange, read_range
 from workers.config.sandbox import SandboxConfig
 from workers.config.setting import setting
 
@@ -156,11 +157,13 @@ class RolloutConfig:
         ("code in a sandbox", "sandbox"),
     )
 
-    replicas: int = setting(
+    replicas: Count = setting(
         0,
-        "Number of vLLM engines. 0 uses as many as fit on the placement's GPUs, and 1 on CPUs.",
+        "Number of vLLM engines. 0 uses as many as fit on the placement's GPUs, and 1 on CPUs. A range, "
+        "such as `1..4`, starts with its minimum, adds engines up to its maximum where the cluster has "
+        "room, and goes on with fewer if they are lost (see docs/placement.md).",
         minimum=0,
-        maximum=100_000,
+        maximum=MOST_ENGINES,
     )
     tensor_parallel: int = setting(
         1, "GPUs (or processes) that share one engine.", minimum=1, maximum=10_000
@@ -339,6 +342,11 @@ class RolloutConfig:
     def gpu_share(self, placement: str) -> float:
         """Return `gpu_memory_utilization` for engines that are `colocated` or `apart`."""
         return self.gpu_memory_utilization or (0.9 if placement == "apart" else 0.5)
+
+    @property
+    def engine_range(self) -> EngineRange:
+        """Return `replicas` as a range, of 0 for a number that follows from the GPUs. Raises ConfigError."""
+        return read_range(self.replicas)
 
     @property
     def code(self) -> list[str]:

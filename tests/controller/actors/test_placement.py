@@ -190,7 +190,7 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
     config = gpu_config(ranks=4)
     config.rollout.replicas = config.rollout.tensor_parallel = 2
     requests = {request.role: request for request in role_requests(config)}
-    bundles = {"training": Reservation(object(), (3, 1, 2, 0))}
+    bundles = Reservation(object(), (3, 1, 2, 0))
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(engine_actors.ray, "remote", lambda actor_class: Recorder(asked))
     devices = engine_actors.shared_devices(

@@ -98,7 +98,7 @@ class ElasticMachine(RuleBasedStateMachine):
 
 
 TestHistories = ElasticMachine.TestCase
-TestHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 def test_a_new_run_asks_for_room_up_to_its_maximum() -> None:

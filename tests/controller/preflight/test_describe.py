@@ -277,7 +277,7 @@ def test_every_epoch_is_counted_in_the_optimiser_steps_of_a_run(workspace: Path)
 def test_the_settings_page_has_every_key() -> None:
     page = settings_page()
     for setting in settings(Config()):
-        assert f"\n{setting.key}  ({setting.type.__name__}, " in page
+        assert f"\n{setting.key}  ({setting.type_name}, " in page
         assert setting.range in page
         assert effect_words(Config.conditions, setting.only_with) in " ".join(page.split())
 

@@ -10,17 +10,19 @@ import ray
 
 from ballast.replay.__main__ import settings
 from controller.actors.layout import role_requests
-from controller.config import load, load_as
+from controller.config import Config, load, load_as
 from controller.config import training as machine
+from controller.config.file import read
 from controller.config.offline import SftConfig
 from controller.config.sampler import GenerateConfig
 from controller.lifecycle.session import ray_session
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check_sampler
-from controller.preflight.cluster import run_on
+from controller.preflight.cluster import check_machine, memory_gib, run_on
 from controller.preflight.describe import describe
 from tests.controller.config_workspace import refusal
 from tests.end_to_end.faults import Listening
+from workers.config.engine_range import EngineRange
 from workers.errors import ConfigError
 
 GPUS = "resources.device=cuda"
@@ -160,3 +162,74 @@ def test_idle_gpus_are_a_warning_at_the_start(
         f"warning: {3 - config.policy.data_parallel} of 3 GPUs" in line
         for line in console.said
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("0..2", "a run needs at least 1 engine"),
+        ("4..1", "the range ends before it begins"),
+        ("1..100001", "at most 100,000 engines are allowed"),
+    ],
+)
+def test_a_range_of_engines_must_make_sense(
+    workspace: Path, value: str, words: str
+) -> None:
+    assert refusal(f"rollout.replicas={value}").startswith(
+        f"rollout.replicas={value}: {words}"
+    )
+
+
+@pytest.mark.parametrize("value", ["'2'", "1..", "..4", "1..2..3", "one", "1.5", "[1, 4]"])
+def test_engines_are_a_number_or_a_range(workspace: Path, value: str) -> None:
+    assert refusal(f"rollout.replicas={value}").startswith("rollout.replicas must be ")
+
+
+@pytest.mark.parametrize("overrides", [(GPUS,), (GPUS, "rollout.placement=colocated")])
+def test_colocated_engines_have_a_fixed_number(
+    workspace: Path, overrides: tuple[str, ...]
+) -> None:
+    message = refusal(*overrides, "policy.data_parallel=4", "rollout.replicas=1..4")
+    assert message.startswith("rollout.replicas=1..4: colocated engines ")
+
+
+def test_a_range_starts_with_its_minimum_and_warns_of_gpus_above_its_maximum(
+    workspace: Path,
+) -> None:
+    def page(replicas: str) -> tuple[int, list[str]]:
+        return page_of(
+            workspace, *APART, f"rollout.replicas={replicas}", cluster=nodes(1, 8)
+        )
+
+    assert page("2..6") == (2, [])
+    assert page("1..9") == (1, [])
+    engines, (line,) = page("1..4")
+    assert engines == 1 and "2 of 8 GPUs" in line
+
+
+def test_a_range_of_equal_ends_is_a_number(workspace: Path) -> None:
+    config = load("config.yaml", ["rollout.replicas=2..2"])
+    assert (config.engines, config.engine_range.is_elastic) == (2, False)
+    assert describe(config) == describe(
+        load("config.yaml", ["rollout.replicas=2"])
+    ).replace("replicas: 2\n", "replicas: 2..2\n")
+
+
+def test_a_range_is_read_from_a_file_and_told_on_the_page(workspace: Path) -> None:
+    (workspace / "range.yaml").write_text("rollout: {replicas: 1..4}\n")
+    config = read(Config, ["config.yaml", "range.yaml"], [])
+    assert config.engine_range == EngineRange(1, 4)
+    assert "1 of 1..4 engines at the start" in describe(config)
+    assert "1..4 engines, cpu" in config.headline
+
+
+def test_a_cache_of_each_engine_that_may_be_added_fits_this_machine(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    cache = f"rollout.cpu_kv_cache_gib={0.6 * memory_gib()}"
+    check_machine(load("config.yaml", ["rollout.replicas=1", cache]), dry_run=True)
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.replicas \* rollout\.cpu_kv_cache_gib = "
+    ):
+        check_machine(load("config.yaml", ["rollout.replicas=1..2", cache]), dry_run=True)

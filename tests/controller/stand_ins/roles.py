@@ -244,6 +244,9 @@ class Engines:
     def take_idle_seconds(self) -> float:
         return 0.0
 
+    def adjust(self) -> None:
+        pass
+
     def pump(self, timeout_s: float = 0.0) -> bool:
         if self._round is not None:
             return self._answer_round(self._round)

@@ -98,7 +98,12 @@ class StandIns:
         world.ray = LocalRay({RewardWorker: StandInReward})
         world.ray.on_death = world.bury
         world.ray.install(monkeypatch)
+        self.free_gpus: list[list[int]] = []  # rooms for further engines
         monkeypatch.setattr("controller.actors.launch.reserve", self._reserve)
+        monkeypatch.setattr(
+            "controller.actors.launch.request_pool",
+            lambda pool: RequestedRoom(self.free_gpus),
+        )
         monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
@@ -208,15 +213,38 @@ class StandIns:
 
 @dataclass(frozen=True)
 class LocalReservation:
-    """`Reservation` whose strategies are the GPUs of a rank's bundle."""
+    """`Reservation` whose strategies are the GPUs of a rank's bundle. A node that is lost is not replaced."""
 
     gpus_of_rank: list[list[int]]
+    is_placed = True
 
     def strategy(self, rank: int) -> list[int]:
         return self.gpus_of_rank[rank]
 
     def release(self) -> None:
         pass
+
+
+@dataclass
+class RequestedRoom:
+    """`Reservation` of one engine, placed once the cluster has a room, which it gets back."""
+
+    free: list[list[int]]
+    gpus: list[int] = field(default_factory=list)
+
+    @property
+    def is_placed(self) -> bool:
+        if not self.gpus and self.free:
+            self.gpus = self.free.pop()
+        return bool(self.gpus)
+
+    def strategy(self, rank: int) -> list[int]:
+        assert rank == 0 and self.gpus
+        return self.gpus
+
+    def release(self) -> None:
+        if self.gpus:
+            self.free.append(self.gpus)
 
 
 class NoMetrics:
