@@ -89,11 +89,11 @@ def _checked(module: Any, name: str, arguments: str) -> Any:
 
 def check_card(device: torch.device) -> None:
     """Raise ConfigError for a device that vLLM's kernels are not batch-invariant on."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         raise ConfigError(
             f"model.batch_invariant=true: needs a CUDA device, and this one is {device}. Set false."
         )
-    if not torch.cuda.is_available():  # a simulated card
+    if device.type != "cuda":  # a simulated card
         return
     major, minor = torch.cuda.get_device_capability(device)
     if major < LEAST_CAPABILITY:

@@ -87,7 +87,6 @@ def check_batch_invariance(
     text: Mapping[str, Any],
     *,
     head: str,
-    cuda: bool,
 ) -> None:
     """Raise ConfigError or UnsupportedModelError unless the trainer has the engine's kernels.
 
@@ -95,10 +94,6 @@ def check_batch_invariance(
     """
     if not model.batch_invariant:
         return
-    if not cuda:
-        raise ConfigError(
-            f"{SETTING}: the kernels are Triton's, for CUDA devices. Set false."
-        )
     raise_all([ConfigError(problem) for problem in settings_problems(model, parallel)])
     if head != "lm":
         raise ConfigError(

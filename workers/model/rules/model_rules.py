@@ -69,7 +69,7 @@ def check_model(
         )
     _check_router_losses(settings, name, config.model_type)
     compiles(settings, parallel, cuda=cuda, images=packed.vision is not None)
-    check_batch_invariance(settings, parallel, name, text, head=head, cuda=cuda)
+    check_batch_invariance(settings, parallel, name, text, head=head)
 
 
 def check_layout(

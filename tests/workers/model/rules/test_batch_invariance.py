@@ -16,15 +16,15 @@ MODEL = ModelConfig(path="model", batch_invariant=True)
 QWEN3 = Qwen3Config(num_hidden_layers=2).to_dict()
 
 
-def check(model=MODEL, parallel=None, text=QWEN3, head="lm", cuda=True):
+def check(model=MODEL, parallel=None, text=QWEN3, head="lm"):
     check_batch_invariance(
-        model, parallel or ParallelConfig(), "the model", text, head=head, cuda=cuda
+        model, parallel or ParallelConfig(), "the model", text, head=head
     )
 
 
 def test_a_dense_qwen3_is_taken_and_other_settings_are_not_looked_at():
     check()
-    check(replace(MODEL, batch_invariant=False, dtype="float32"), cuda=False, head="value")
+    check(replace(MODEL, batch_invariant=False, dtype="float32"), head="value")
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,7 @@ def test_several_problems_are_told_together():
     assert "model.dtype=float32" in message and "model.attention=sdpa" in message
 
 
-def test_a_cpu_and_another_head_are_refused():
-    with refused("model.batch_invariant=true"):
-        check(cuda=False)
+def test_another_head_is_refused():
     with refused("model.batch_invariant=true"):
         check(head="value")
 
