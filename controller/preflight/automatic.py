@@ -33,6 +33,8 @@ def _attention(config: TrainingConfig) -> str:
         and config.policy.parallel.context_parallel_method == "ring"
     ):
         return ""  # ring attention has kernels of its own
+    if config.model.batch_invariant:
+        return "that of the engines (vLLM's Triton kernel)"
     layout = config.model.attention_layout(shared=config.shares_model)
     half = config.compute_dtype == "bfloat16"
     features = features_of_file(config.model_description())

@@ -311,6 +311,11 @@ def _sampling_notes(config: Config) -> list[str]:
             "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about "
             "0.5"
         )
+    if config.model.batch_invariant:
+        notes.append(
+            "model.batch_invariant=true: at equal weights the log-probs of engines and trainer are equal bit "
+            "for bit. Layers are not compiled, and prompts are not shared. Never run on a card"
+        )
     if sampling.cuts:
         notes.append(
             f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from. The trainer's "

@@ -352,3 +352,16 @@ def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
         "other",
         "auto",
     )
+
+
+def test_the_dry_run_says_what_batch_invariance_chooses(workspace: Path) -> None:
+    gpu = "resources.device=cuda"
+    page = page_of(gpu, "model.batch_invariant=true")
+    lines = page.splitlines()
+    assert "model.attention=auto -> that of the engines (vLLM's Triton kernel)" in lines
+    assert "model.share_prefixes=auto -> never" in lines
+    assert "model.compile=auto -> never" in lines
+    assert any(line.startswith("model.batch_invariant=true: ") for line in lines)
+    ordinary = page_of(gpu).splitlines()
+    assert "model.share_prefixes=auto -> always" in ordinary
+    assert not any(line.startswith("model.batch_invariant=true: ") for line in ordinary)
