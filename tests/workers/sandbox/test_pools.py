@@ -3,6 +3,7 @@
 import asyncio
 import shlex
 import socket
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -111,9 +112,11 @@ def test_a_sandbox_that_is_lost_or_does_not_start_fails_the_sample() -> None:
                 )
                 turn = asyncio.create_task(step)  # type: ignore[arg-type]
                 await asyncio.sleep(0.5)
+                # Processes of other sandboxes may end meanwhile.
                 for child in psutil.Process().children(recursive=True):
-                    if child.name() == "bwrap":
-                        child.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        if child.name() == "bwrap":
+                            child.kill()
                 await turn
         finally:
             await pool.stop()
