@@ -30,6 +30,7 @@ from controller.preflight.page import Page
 from tests.controller.config_workspace import write_model
 from tests.examples.test_launch import LAUNCH
 from tests.refusals import refused
+from workers.config.model import ROUNDED
 from workers.errors import ConfigError
 from workers.model.memory.memory_trace import full_micro_batches
 
@@ -594,6 +595,24 @@ def test_low_bit_weights_are_counted_as_a_gpu_holds_them(
     assert sizes["weight_bytes"] < 1.5 * sizes["parameters"]
     states = sizes["weight_bytes"] + 2.01 * sizes["trained"]
     assert memory.kept["policy"] == pytest.approx(states / GIB, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base_dtype", ROUNDED)
+def test_offloaded_low_bit_weights_are_on_a_gpu_only_while_a_pass_needs_them(
+    documentation_workspace: Path, base_dtype: str
+) -> None:
+    settings = (
+        "policy.data_parallel=1",
+        "model.lora.rank=16",
+        f"model.base_dtype={base_dtype}",
+    )
+    memory = measure(small(*settings))
+    offloaded = measure(small(*settings, "policy.cpu_offload=all"))
+    assert not offloaded.problem
+    assert offloaded.kept.get("policy", 0.0) < 0.01 * memory.kept["policy"]
+    on_gpu = sum(memory.passes["policy.update"].values())
+    assert 0 < sum(offloaded.passes["policy.update"].values()) < on_gpu
 
 
 @pytest.mark.slow
