@@ -181,8 +181,6 @@ class WorkerGroups:
             actor.take_weight_loads.remote(): f"rollout {i}"
             for i, actor in self.rollouts.actors.items()
         }
-        if not names:
-            return {}
         answered, _ = ray.wait(list(names), num_returns=len(names), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:

@@ -9,6 +9,8 @@ begin with another node.
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,14 @@ import psutil
 
 from balancing.errors import OptionError
 from balancing.time_model import machine_named
-from controller.actors.layout import Bundle, Pool, pools, role_requests, sum_reserved
+from controller.actors.layout import (
+    Bundle,
+    Pool,
+    pools,
+    role_requests,
+    rollout_pool,
+    sum_reserved,
+)
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from controller.config.conditions import leave_out_cpu_settings
@@ -55,10 +64,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placement:
-    """Nodes by rank. pools: ranks of each pool. rewards: reward workers."""
+    """Nodes by rank. pools: ranks of each pool. rewards: reward workers. further_engines: engines that a range
+    adds, as far as they have room.
+    """
 
     pools: dict[str, tuple[int, ...]]
     rewards: tuple[int, ...]
+    further_engines: tuple[int, ...] = ()
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -143,7 +155,18 @@ def place(config: Config, cluster: Cluster) -> Placement:
         _take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster)
         for i in range(reward.actors)
     )
-    return Placement(placed, rewards)
+    return Placement(placed, rewards, tuple(_further_engines(config, free, cluster)))
+
+
+def _further_engines(config: Config, free: list[Bundle], cluster: Cluster) -> Iterator[int]:
+    """Take room for engines of a range above its minimum, and yield their nodes."""
+    pool = rollout_pool(config)
+    engines = config.engine_range
+    if pool is None or not engines.is_elastic:
+        return
+    with suppress(ConfigError):
+        for replica in range(engines.minimum, engines.maximum):
+            yield _take(free, pool.bundles[0], f"engine {replica}", cluster)
 
 
 def _take(free: list[Bundle], bundle: Bundle, purpose: str, cluster: Cluster) -> int:

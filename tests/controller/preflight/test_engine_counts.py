@@ -18,8 +18,9 @@ from controller.config.sampler import GenerateConfig
 from controller.lifecycle.session import ray_session
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check_sampler
-from controller.preflight.cluster import check_machine, memory_gib, run_on
+from controller.preflight.cluster import Cluster, check_machine, memory_gib, place, run_on
 from controller.preflight.describe import describe
+from controller.preflight.describe_cluster import placement_lines
 from tests.controller.config_workspace import refusal
 from tests.end_to_end.faults import Listening
 from workers.config.engine_range import EngineRange
@@ -205,6 +206,20 @@ def test_a_range_starts_with_its_minimum_and_warns_of_gpus_above_its_maximum(
     assert page("1..9") == (1, [])
     engines, (line,) = page("1..4")
     assert engines == 1 and "2 of 8 GPUs" in line
+
+
+@pytest.mark.parametrize(
+    ("replicas", "room"),
+    [("1..2", "2 of 1..2"), ("1..9", "6 of 1..9"), ("6..7", "6 of 6..7")],
+)
+def test_a_described_cluster_says_how_many_engines_of_a_range_have_room(
+    workspace: Path, replicas: str, room: str
+) -> None:
+    cluster = Cluster(nodes=2, cpus=96, gpus=4, gpu_gib=80)
+    config = load("config.yaml", [*APART, f"rollout.replicas={replicas}"])
+    run_on(config, cluster)
+    lines = placement_lines(config, cluster, place(config, cluster))
+    assert f"there is room for {room} engines" in lines
 
 
 def test_a_range_of_equal_ends_is_a_number(workspace: Path) -> None:
