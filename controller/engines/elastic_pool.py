@@ -57,7 +57,7 @@ class ElasticEnginePool(EnginePool):
         self._engines = config.engine_range
         self._room_timeout_s = room_timeout_s
         self._adjusted = time.monotonic()
-        self._enough = self._adjusted  # when the run last had its minimum
+        self._short_since: float | None = None  # when the run fell below its minimum
 
     @property
     def expects_engines(self) -> bool:
@@ -141,8 +141,11 @@ class ElasticEnginePool(EnginePool):
     def _check_minimum(self) -> None:
         now = time.monotonic()
         if len(self.fleet.in_state(*RUNNING)) >= self._engines.minimum:
-            self._enough = now
-        elif now - self._enough > self._room_timeout_s:
+            self._short_since = None
+            return
+        if self._short_since is None:
+            self._short_since = now
+        if now - self._short_since > self._room_timeout_s:
             raise RolloutError(
                 f"rollout.replicas={self._engines}: {self.words} are left, and the cluster had no room for "
                 f"another within resources.placement_timeout_s={self._room_timeout_s:g}. Start more nodes, or "

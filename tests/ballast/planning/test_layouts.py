@@ -47,6 +47,15 @@ def test_a_given_setting_keeps_its_value() -> None:
         assert config.policy.parallel.tensor_parallel == 2
 
 
+def test_numbers_in_a_given_range_of_engines_are_tried() -> None:
+    engines = set()
+    best = search("rollout.replicas=2..3", "rollout.placement=apart").best()
+    for _, layout, config in islice(best, 10):
+        assert config.rollout.replicas == layout.engines
+        engines.add(layout.engines)
+    assert engines <= {2, 3} and engines
+
+
 def test_a_search_over_staleness_finds_the_best_of_each() -> None:
     """With staleness, the sampler's log-probs replace a forward pass."""
     best = [
