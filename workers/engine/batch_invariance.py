@@ -1,9 +1,11 @@
 """`model.batch_invariant` in an engine: the environment and arguments of vLLM, and options that contradict.
 
-VLLM_BATCH_INVARIANT=1      products, norms and log-softmax by kernels that do not depend on the batch
-TRITON_ATTN                 one kernel for prompts and decoding, which the trainer can call too
-no compiled layers          Inductor would replace vLLM's norms and gates by kernels of its own
-decoding in CUDA graphs     replays the same kernels
+    VLLM_BATCH_INVARIANT=1      products, norms and log-softmax by kernels that do not depend on the batch
+    TRITON_ATTN                 one kernel for prompts and decoding, which the trainer can call too
+    no compiled layers          Inductor would replace vLLM's norms and gates by kernels of its own
+    decoding in CUDA graphs     replays the same kernels
+
+The trainer calls the same kernels: see `workers.model.batch_invariant`.
 """
 
 from collections.abc import Mapping

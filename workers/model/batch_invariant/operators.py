@@ -1,4 +1,4 @@
-"""Matrix product, norms, gate and rotation as operators: forward by vLLM's kernels, backward by ordinary ones.
+"""Matrix product, norms, gate and rotation as operators: forward by vLLM, backward by ordinary kernels.
 
     linear    y = x W^T                         W: the rows of all `weights`, one below the other
     norm      y = x / sqrt(mean(x^2) + eps) w
