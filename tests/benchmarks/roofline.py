@@ -240,14 +240,26 @@ def flops_of(operator: str, arguments: Any, inputs: list[Any]) -> float:
 @contextmanager
 def counting() -> Iterator[Work]:
     """Count the work of the simulated GPU's operators."""
+    import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_leaves
 
-    from workers.model.memory.fake_gpu import DEVICE, FakeGpu
+    from workers.model.memory.fake_gpu import DEVICE, FakeGpu, Stream
 
     plain, work = FakeGpu.__torch_dispatch__, Work()
+    pin_memory = torch.Tensor.pin_memory
+    pinned: set[int] = set()
     _counted.append(work)
+
+    def pin(tensor: Tensor, *arguments: Any) -> Tensor:
+        result = pin_memory(tensor, *arguments)
+        pinned.add(result.untyped_storage()._cdata)
+        return result
+
+    def await_event(event: Stream, *_: Any) -> Stream:
+        work.waits += 1
+        return event
 
     def tensors(value: Any, device: str = DEVICE) -> list[Tensor]:
         return [
@@ -269,13 +281,13 @@ def counting() -> Iterator[Work]:
         if name in ("_to_copy", "copy_"):
             from_host, to_host = tensors((args, kwargs), "cpu"), tensors(result, "cpu")
             if (from_host and outputs) or (to_host and inputs):
+                asked = (kwargs or {}).get("non_blocking") or args[2:3] == (True,)
+                sources = {tensor.untyped_storage()._cdata for tensor in from_host}
                 work.copies += bool(outputs)
-                pinned = (kwargs or {}).get("non_blocking") or args[2:3] == (
-                    True,
-                )  # the host does not wait
-                work.waits += not pinned
+                # The driver copies pageable memory itself, and the host waits for it.
+                work.waits += not (asked and (not outputs or sources <= pinned))
                 return result
-        by_mask = name == "index" and any(
+        by_mask = name in ("index", "index_put", "index_put_") and any(
             leaf.dtype.itemsize == 1 for leaf in tree_leaves(args[1]) if leaf is not None
         )
         work.waits += name == "_local_scalar_dense" or name in WAITS or by_mask
@@ -297,12 +309,17 @@ def counting() -> Iterator[Work]:
             work.flops[name] += int(flops_of(name, args, inputs))
         return result
 
+    synchronize = Stream.synchronize
     FakeGpu.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = pin  # type: ignore[method-assign]
+    Stream.synchronize = await_event
     try:
         yield work
     finally:
         _counted.pop()
         FakeGpu.__torch_dispatch__ = plain  # type: ignore[method-assign]
+        torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+        Stream.synchronize = synchronize
 
 
 _counted: list[Work] = []

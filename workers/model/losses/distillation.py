@@ -124,13 +124,16 @@ def at_tokens_of(batch: DataProto, read: DataProto, values: Any) -> Any:
     return batch_values
 
 
-@dataclass
 class Distilled:
-    """Read log-probs, entropy and the divergence from a teacher. whole: its layer, over the vocabulary."""
+    """Read log-probs, entropy and the divergence from a teacher. whole: its layer, over the vocabulary.
 
-    divergence: str
-    whole: WholeLayer | None = None
-    own: TeacherLayer | None = None
+    Not a dataclass: FSDP2 copies dataclasses among a module's inputs, and a copy's `own` would be lost.
+    """
+
+    def __init__(self, divergence: str, whole: WholeLayer | None = None) -> None:
+        self.divergence = divergence
+        self.whole = whole
+        self.own: TeacherLayer | None = None
 
     def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
         outputs = log_probs_of(layer, rows.targets)

@@ -62,7 +62,11 @@ class PackedTokens:
     @cached_property
     def sequence_lengths(self) -> Tensor:
         """Return int64 [B]."""
-        return torch.bincount(self.sequence_index, minlength=self.num_sequences)
+        # bincount reads the largest index on the host, which would wait for the device.
+        counts = self.sequence_index.new_zeros(self.num_sequences)
+        return counts.index_add_(
+            0, self.sequence_index, torch.ones_like(self.sequence_index)
+        )
 
     @cached_property
     def sequence_tokens(self) -> Tensor:

@@ -94,11 +94,8 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     """
     log_ratio = log_ratio_to_old(predictions)
     advantages = predictions["advantages"]
-    positive, negative = (
-        log_ratio.new_tensor(tau)
-        for tau in (config.sapo_tau_positive, config.sapo_tau_negative)
-    )
-    tau = torch.where(advantages > 0, positive, negative)
+    tau = torch.full_like(log_ratio, config.sapo_tau_negative)
+    tau = tau.masked_fill(advantages > 0, config.sapo_tau_positive)
     gate = torch.sigmoid(tau * bounded_expm1(log_ratio))
     statistics = ratio_statistics(log_ratio, torch.zeros_like(gate, dtype=torch.bool))
     del statistics["clip_fraction"]
