@@ -25,6 +25,7 @@ from controller.actors.layout import (
     Pool,
     is_elastic,
     pools,
+    range_words,
     role_requests,
     training_pool,
 )
@@ -282,10 +283,9 @@ class _Launch:
         self.requests = {request.role: request for request in role_requests(config)}
         if only:
             self.requests = {role: self.requests[role] for role in only}
-        console.log(
-            "starting actors: "
-            + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values())
-        )
+        actors = ", ".join(f"{r.actors} {r.role}" for r in self.requests.values())
+        engines = f" ({range_words(config)})" if self.rooms else ""
+        console.log(f"starting actors: {actors}{engines}")
 
     def _reserve(self, pool: Pool) -> Reservation:
         with self.waiting(f"room for pool {pool.name}", "resources.placement_timeout_s"):

@@ -91,6 +91,13 @@ def is_elastic(config: TrainingConfig) -> bool:
     return isinstance(config, Config) and config.engine_range.is_elastic
 
 
+def range_words(config: TrainingConfig) -> str:
+    """Return `1 of 1..4 engines`, which start with the run, or an empty text for a fixed number."""
+    if not isinstance(config, Config) or not config.engine_range.is_elastic:
+        return ""
+    return f"{config.engines} of {config.engine_range} engines"
+
+
 def reserved_by_engine(config: Config) -> float:
     """Return the GPUs that an engine reserves besides the policy's."""
     return (

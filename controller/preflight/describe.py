@@ -19,6 +19,7 @@ from controller.actors.layout import (
     idle_gpus,
     is_elastic,
     pools,
+    range_words,
     role_requests,
     sum_reserved,
 )
@@ -162,11 +163,10 @@ def _placement(config: TrainingConfig) -> list[str]:
 
 
 def _range_line(config: TrainingConfig) -> str:
-    assert isinstance(config, Config)
     bundle = next(pool.bundles[0] for pool in pools(config) if pool.name == "rollout")
     return (
-        f"{config.engines} of {config.engine_range} engines at the start, each in a bundle that is reserved "
-        f"alone; a further one takes {_bundle(bundle)} once the cluster has it free"
+        f"{range_words(config)} at the start, each in a bundle that is reserved alone; a further one takes "
+        f"{_bundle(bundle)} once the cluster has it free"
     )
 
 

@@ -35,6 +35,7 @@ SETTINGS = (
     "rollout.sampling.max_new_tokens=48",
     "rollout.cpu_kv_cache_gib=0.25",
     "rollout.threads=1",
+    "resources.cpus_per_worker=1",
     "policy.optimizer.learning_rate=1e-3",
     "policy.max_tokens_per_micro_batch=128",
     "reward.function=examples.addition.reward:reward",

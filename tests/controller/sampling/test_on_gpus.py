@@ -6,6 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from controller.config.sampler import GenerateConfig
 from controller.sampling.jobs import Job, JobRequest, checked_settings, read_job
 from controller.sampling.models import choose_model
@@ -54,6 +56,23 @@ def test_engines_alone_sample_every_prompt_and_never_sleep(
     assert all("reward" in line for line in lines)
     assert set(stand_ins.world.ray.actors) == {"rollout 0", "rollout 1", "reward 0"}
     assert not {"sleep 2", "receive", "connect"} & set(stand_ins.world.ledger.of("rollout"))
+
+
+def test_engines_of_a_range_are_added_while_samples_are_made(
+    stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.engines.elastic_pool.POLL_SECONDS", 0.0)
+    stand_ins.free_gpus += [[7], [8], [9]]
+    lines = generate(
+        tmp_path,
+        "reward.function=reward.py:reward",
+        "rollout.replicas=1..3",
+        "rollout.max_concurrent=1",
+    )
+    assert len({(line["uid"], line["sample"]) for line in lines}) == len(lines) == 16
+    for engine in ("rollout 0", "rollout 1", "rollout 2"):
+        assert "generate" in stand_ins.world.ledger.of(engine)
+    assert "rollout 3" not in stand_ins.world.ray.actors
 
 
 def test_a_reward_model_scores_samples_beside_engines(
