@@ -7,7 +7,7 @@ tests/balancing/time_model.
 from dataclasses import dataclass
 
 from balancing.time_model.inputs import Layout, ModelShape
-from balancing.time_model.training import held_parameters
+from balancing.time_model.training import held_parameters, layer_parameters
 
 GIB = 2**30
 KEPT, FROZEN = 12.0, 4.0
@@ -48,7 +48,7 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
         * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
     )
     layers = shape.layers / layout.pp
-    layer = max(0.0, held - 2 * words / layout.tp / layout.pp) / layers
+    layer = layer_parameters(shape, layout) / layers
     size = layout.bytes
     gathered = 2 * layer if layout.reshard_after_forward else held
     passing = (

@@ -23,6 +23,10 @@ OF_WORDS = 10.0
 """Bytes that a token's log-probs move per word of the vocabulary, forward and backward."""
 OF_PARAMETERS = 21.0
 """Bytes a parameter of a micro-batch: gathered weights are copied, gradients are cast and added."""
+OF_GATHER = 10.0
+"""Bytes a parameter of a layer that a GPU without other ranks moves to gather it: float32 is read and its cast
+written (4 + 2), the cast is read and copied (2 + 2). Counted on the simulated GPU (docs/gpu-roofline.md).
+"""
 OF_OPTIMIZER = 36.0
 """Bytes a parameter of AdamW in float32: read weights, gradient (twice) and moments, write weights and
 moments.
@@ -112,6 +116,7 @@ def training(
     held = held_parameters(shape, layout)
     memory = 1e9 * machine.bandwidth * efficiency.elementwise
     copies = held * OF_PARAMETERS * count / memory * (layout.dp * layout.cp > 1)
+    copies += repeated_gather_bytes(shape, layout, workload.updates, count) / memory
     moved = float(terms[2]) / efficiency.elementwise
     device = {"FLOPs": products, "attention": attention, "memory": moved + copies}
     computed = sum(device.values())
@@ -190,6 +195,26 @@ def held_parameters(shape: ModelShape, layout: Layout) -> float:
     dense = shape.parameters - shape.expert_parameters - shape.state_parameters
     experts = shape.expert_parameters / max(layout.tp, layout.ep)
     return (dense / layout.tp + experts + shape.state_parameters) / layout.pp
+
+
+def layer_parameters(shape: ModelShape, layout: Layout) -> float:
+    """Return the parameters of a rank's layers: all but embedding and output layer."""
+    words = shape.vocabulary * shape.hidden
+    return max(0.0, held_parameters(shape, layout) - 2 * words / layout.tp / layout.pp)
+
+
+def repeated_gather_bytes(
+    shape: ModelShape, layout: Layout, updates: int, micro_batches: int
+) -> float:
+    """Return the bytes that a rank without others moves to gather freed layers again, in half precision.
+
+    With `reshard_after_forward` it gathers them twice a micro-batch, else once an update. Other ranks' parts
+    come by collectives, and a copy of all is counted with `OF_PARAMETERS`.
+    """
+    alone_on_a_gpu = layout.dp * layout.cp == 1 and layout.placement != "shared_memory"
+    if not alone_on_a_gpu or not layout.reshard_after_forward or layout.dtype == "float32":
+        return 0.0
+    return (2 * micro_batches - updates) * OF_GATHER * layer_parameters(shape, layout)
 
 
 def _collectives(

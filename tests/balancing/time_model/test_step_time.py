@@ -18,11 +18,18 @@ from balancing.time_model import (
     machine_named,
     step_time,
 )
-from balancing.time_model.training import OF_OPTIMIZER, shares, training
+from balancing.time_model.training import (
+    OF_GATHER,
+    OF_OPTIMIZER,
+    layer_parameters,
+    shares,
+    training,
+)
 from tests.balancing.published_models import PUBLISHED
 from tests.balancing.time_model.shapes import QWEN3_30B_A3B, SHAPE
 
 H100 = MACHINES["H100"]
+ON_CPUS = {"placement": "shared_memory"}
 
 
 def work(samples: int = 256, seed: int = 0) -> Workload:
@@ -132,6 +139,35 @@ def test_an_update_takes_the_time_of_its_products() -> None:
     assert training(
         SHAPE, layout, one, H100, Efficiency(elementwise=1.0)
     ).optimizer == pytest.approx(SHAPE.parameters * OF_OPTIMIZER / 3350e9)
+
+
+@pytest.mark.parametrize(("updates", "gathers"), [(1, 7), (2, 6)])
+def test_a_gpu_alone_gathers_freed_layers_twice_a_micro_batch(
+    updates: int, gathers: int
+) -> None:
+    """Of 4 micro-batches in one update or two: 8 gathers of each layer, against one an update."""
+    four = Workload([0] * 4, [1000] * 4, samples_per_prompt=1, updates=updates)
+    layout = Layout(max_tokens=1053, shared_prompts=False, reshard_after_forward=False)
+    assert shares(layout, four).micro_batches == 4
+    freed = replace(layout, reshard_after_forward=True)
+    kept, again = (
+        training(SHAPE, option, four, H100, Efficiency()).update
+        for option in (layout, freed)
+    )
+    moved = gathers * OF_GATHER * layer_parameters(SHAPE, layout)
+    assert again - kept == pytest.approx(moved / (3350e9 * Efficiency().elementwise))
+    for other in ({"dp": 2}, {"cp": 2}, {"dtype": "float32"}, ON_CPUS):
+        kept, again = (
+            training(SHAPE, replace(option, **other), four, H100, Efficiency()).update
+            for option in (layout, freed)
+        )
+        assert again == kept
+
+
+def test_layers_have_all_parameters_but_those_of_words() -> None:
+    words = 2 * SHAPE.vocabulary * SHAPE.hidden
+    assert layer_parameters(SHAPE, Layout()) == SHAPE.parameters - words
+    assert layer_parameters(SHAPE, Layout(tp=2, pp=2)) == (SHAPE.parameters - words) / 4
 
 
 def test_collectives_beyond_a_node_take_the_network() -> None:
