@@ -77,7 +77,12 @@ PROGRAMS = (
         (),
     ),
     ("prime-rl", SFT, r"\buv run sft\b", ("data.seq_len",)),
-    ("verl", SFT, r"verl\.trainer\.\w*sft_trainer\w*", ()),
+    (
+        "verl",
+        SFT,
+        r"verl\.trainer\.\w*sft_trainer\w*",
+        ("data.train_files=", "optim.lr="),
+    ),
     ("OpenRLHF", SFT, r"openrlhf\.cli\.train_sft", ()),
     ("OpenRLHF", PREFERENCES, r"openrlhf\.cli\.train_dpo", ()),
     ("OpenRLHF", REWARD_MODEL, r"openrlhf\.cli\.train_rm", ()),
@@ -107,6 +112,25 @@ NOT_TRANSLATED = (
 )
 """System, command, program, and beginnings of key=value: a recipe that has all of them is refused."""
 
+NEVER = r"(?!)"
+TRAINS_NOTHING = (
+    ("OpenRLHF", "a reward model's server", r"openrlhf\.cli\.serve_rm", ()),
+    ("OpenRLHF", "a tool", r"openrlhf\.cli\.(?!train_)\w+", ()),
+    (
+        "prime-rl",
+        "an inference server",
+        r"\buv run inference\b",
+        ("vllm.model=", "deployment."),
+    ),
+    ("prime-rl", "an evaluation", r"\buv run evals?\b", ("eval.source=", "model=")),
+    ("prime-rl", "a trainer on random tokens", NEVER, ("data.fake.",)),
+    ("verl", "a generation server", r"verl\.trainer\.main_generation\w*", ()),
+    ("verl", "an evaluation", r"verl\.trainer\.main_eval\w*", ()),
+    ("verl", "a tool", r"verl\.model_merger\w*", ()),
+    ("SkyRL", "a generation", r"entrypoints\.main_generate\w*", ()),
+)
+"""System, what it is, the names of programs, and beginnings of key=value: no recipe of training."""
+
 BY_KEYS = (
     (
         "verl",
@@ -115,7 +139,6 @@ BY_KEYS = (
             "model.partial_pretrain",
             "data.multiturn.enable",
             "data.messages_key",
-            "optim.lr",
         ),
     ),
     (
@@ -146,7 +169,6 @@ BY_KEYS = (
             "ref_model",
             "precompute_ref_log_probs",
             "rpo_alpha",
-            "label_smoothing",
             "simpo_gamma",
         ),
     ),
@@ -179,7 +201,7 @@ OF_REINFORCEMENT = (
     r"actor_rollout_ref\..*|num_generations|max_completion_length|reward_funcs|reward_weights"
     r"|generation_batch_size|num_iterations|scale_rewards|steps_per_generation|use_vllm|vllm_.*"
     r"|n_samples_per_prompt|rollout\..*|actor\..*"
-    r"|rollout[_-].*|hf[_-]checkpoint|prompt_data|trainer\.policy\..*|grpo\..*|gconfig\..*|orchestrator\..*"
+    r"|actor_train\..*|rollout[_-].*|hf[_-]checkpoint|prompt_data|trainer\.policy\..*|grpo\..*|gconfig\..*|orchestrator\..*"
 )
 
 
@@ -196,6 +218,7 @@ def recognise_offline(recipe: Mapping[str, Any]) -> Recognition | None:
     Raises ConfigError for one that `migrate` does not translate.
     """
     program = getattr(recipe, "program", "")
+    _refuse_without_training(recipe, program)
     if re.search(REINFORCEMENT, program):
         return None
     if match := re.search(REFUSED, program):
@@ -208,6 +231,14 @@ def recognise_offline(recipe: Mapping[str, Any]) -> Recognition | None:
         if telling := _evidence(recipe, program, pattern, beginnings):
             return Recognition(system, command, telling)
     return _by_keys(recipe)
+
+
+def _refuse_without_training(recipe: Mapping[str, Any], program: str) -> None:
+    for system, kind, pattern, beginnings in TRAINS_NOTHING:
+        if telling := _evidence(recipe, program, pattern, beginnings):
+            raise ConfigError(
+                f"{telling}: {kind} of {system}, which trains nothing. Migrate the recipe that trains."
+            )
 
 
 def _refuse(recipe: Mapping[str, Any], program: str) -> None:
@@ -239,7 +270,10 @@ def _by_keys(recipe: Mapping[str, Any]) -> Recognition | None:
     if any(re.fullmatch(OF_REINFORCEMENT, key) for key in recipe):
         return None
     names = {key.replace("-", "_") for key in recipe}
+    dotted = sum("." in key for key in recipe)
     for system, command, marks in BY_KEYS:
+        if system == "TRL" and dotted * 2 > len(recipe):
+            continue
         if hits := [key for key in marks if key in names]:
             return Recognition(system, command, ", ".join(hits))
     losses = recipe.get("loss_type")

@@ -6,7 +6,6 @@ keys --rows of the table--> settings --derived--> settings --checks of a configu
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from ballast.migrate.offline import (
     rename_keys,
 )
 from ballast.migrate.reading import parse_value
+from ballast.migrate.recognition import matches, recognise_system
 from ballast.migrate.rules import PLACES_OF_EPISODES, Settings
 from ballast.migrate.systems import derive, keys_of, prepare
 from controller.config import Config, load_as
@@ -56,14 +56,6 @@ OF_PLAYERS = (
     "rollout.max_tool_characters",
 )
 """Settings that have no effect without one of them."""
-
-MARKS = {
-    "verl": ("actor_rollout_ref.",),
-    "ROLL": ("actor_train.", "actor_infer."),
-    "OpenRLHF": ("actor.adam.", "algo.", "ds.", "actor.model_name_or_path"),
-    "NeMo-RL": ("grpo.", "loss_fn."),
-}
-"""Beginnings of keys that only this system has."""
 
 
 @dataclass
@@ -129,7 +121,7 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
     offline = recognise_offline(recipe)
     if offline:
         return _migrate_offline(recipe, offline)
-    system, evidence = _system(recipe)
+    system, evidence = recognise_system(recipe, ROWS)
     migration = Migration(system, evidence=evidence)
     migration.inherited = getattr(recipe, "defaults", frozenset())
     migration.open += getattr(recipe, "notes", ())
@@ -255,42 +247,6 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     return migration
 
 
-def _keys_of(system: str, recipe: Mapping[str, Any]) -> list[str]:
-    rows = [row for row in ROWS if row.system == system]
-    return [key for key in recipe if _matches_any(rows, key)]
-
-
-def _matches_any(rows: Sequence[Counterpart], key: str) -> bool:
-    return any(_matches(row, key) for row in rows)
-
-
-def _count_beginnings(recipe: Mapping[str, Any], starts: str | tuple[str, ...]) -> int:
-    return sum(key.startswith(starts) for key in recipe)
-
-
-def _system(recipe: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the system, and the keys that tell it."""
-    systems = dict.fromkeys(row.system for row in ROWS)
-    counts = {system: len(_keys_of(system, recipe)) for system in systems}
-    # the names of other systems' keys are ends or parts of these
-    marks = {system: _count_beginnings(recipe, starts) for system, starts in MARKS.items()}
-    system = max(counts, key=lambda name: (marks.get(name, 0), counts[name]))
-    if not counts[system]:
-        raise ConfigError(
-            f"{', '.join(list(recipe)[:3])}: not keys of a known system. Known are {', '.join(counts)}."
-        )
-    telling = [key for key in recipe if key.startswith(MARKS.get(system, ()))]
-    telling = telling or _keys_of(system, recipe)
-    rest = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
-    return system, f"{', '.join(telling[:3])}{rest}, {counts[system]} of {len(recipe)} keys"
-
-
-def _matches(row: Counterpart, key: str) -> bool:
-    pattern = row.key.replace("-", "_")
-    name = key.replace("-", "_")
-    return name == pattern if "*" not in pattern else fnmatchcase(name, pattern)
-
-
 def _rows(
     of_system: Sequence[Counterpart], recipe: Mapping[str, Any], migration: Migration
 ) -> list[tuple[str, Any, Counterpart, bool]]:
@@ -300,7 +256,7 @@ def _rows(
     """
     entries = []
     for theirs, value in recipe.items():
-        row = next((row for row in of_system if _matches(row, theirs)), None)
+        row = next((row for row in of_system if matches(row, theirs)), None)
         is_inherited = theirs in migration.inherited
         if row:
             entries.append((theirs, value, row, not is_inherited))
