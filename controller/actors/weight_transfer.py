@@ -53,9 +53,8 @@ class WeightTransfer:
         if self.group.epoch:
             self._log(f"ranks and engines meet again: {group}")
         actors = [self._engines.actors[replica] for replica, _ in group.members]
-        self._call(
-            "connect_engines", actors, self._placement, self._tensor_parallel, group.epoch
-        )
+        arguments = (actors, self._placement, self._tensor_parallel, group.epoch)
+        self._call("connect_engines", *arguments, meeting=group)
         self.group = group
 
     def _send(self, version: int) -> list[int]:
@@ -68,7 +67,7 @@ class WeightTransfer:
             self.connect()
         except LostError:
             self._engines.check_alive()
-            # With `apart` rank 0 waits for a lost member until its store's time-out.
+            # With `apart` rank 0 still waits for the lost member, and takes no other call.
             if self._placement == "apart" or self._engines.present == present:
                 raise
             return []
@@ -82,21 +81,27 @@ class WeightTransfer:
         self.group = self.group.after(lost)
         return [replica for replica, _ in receivers]
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any, meeting: TransferGroup | None = None) -> Any:
         """Call a method of the policy in which ranks and engines wait for each other.
 
-        Nothing tells a rank of a dead engine but Ray, so engines are polled meanwhile.
+        Nothing tells a rank of a dead engine but Ray, so engines are polled meanwhile. meeting: a group that
+        meets in this call.
         """
-        # Engines that left a group after its time-out come to the next one that late.
-        timeout_s = self._timeout_s * (2 if self.group.broken else 1)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._timeout_s
 
         def poll() -> None:
             self._engines.check_alive()
+            if meeting is not None and self._waits_forever(meeting):
+                raise LostError(f"an engine was lost while {meeting} met.")
             if time.monotonic() > deadline:
                 raise LostError(
-                    f"policy.{method} did not finish within resources.collective_timeout_s={timeout_s:g} s, "
+                    f"policy.{method} did not finish within resources.collective_timeout_s={self._timeout_s:g} s, "
                     "and no engine says why."
                 )
 
         return getattr(self._policy, method).remote(*args).result(meanwhile=poll)
+
+    def _waits_forever(self, meeting: TransferGroup) -> bool:
+        """Whether rank 0 waits for a lost member: with `apart`, until its store's time-out."""
+        lost = set(meeting.members) - set(self._engines.present)
+        return self._placement == "apart" and bool(lost)

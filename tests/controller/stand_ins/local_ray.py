@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
-DRIVERS_NODE = "the driver's node"
+DRIVERS_NODE = "d" * 56
 
 
 class NeverReturnsError(Exception):
