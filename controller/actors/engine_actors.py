@@ -39,8 +39,8 @@ def engine_maker(
     environment: bytes,
     front: Any = None,
 ) -> MakeActor:
-    """Return a function that makes a replica's actor. rooms: of all replicas. devices: of each colocated engine,
-    otherwise empty. front: actor of `SessionFront`.
+    """Return a function that makes a replica's actor. rooms: of all replicas. devices: of each colocated
+    engine, otherwise empty. front: actor of `SessionFront`.
     """
     actor_class = ray.remote(VllmEngineActor)
 

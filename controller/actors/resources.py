@@ -1,6 +1,6 @@
 """Reserve the bundles of the layout, or raise an error that names missing resources.
 
-Pool --reserve, request_pool--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
+Pool --reserve, request_pool--> Reservation.strategy(rank) --> actors of that rank, of each role in the pool
 """
 
 import time

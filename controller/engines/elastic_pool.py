@@ -4,8 +4,8 @@
           ^                                                                     |
           '------------------ asked again, up to MAX engines <------------------'
 
-A lost engine's requests go to the others at once, as in every pool. The run ends only if it has fewer than MIN
-engines and gets no others. `controller.engines.elasticity` decides, `Rooms` asks the cluster.
+A lost engine's requests go to the others at once, as in every pool. The run ends only if it has fewer than
+MIN engines and gets no others. `controller.engines.elasticity` decides, `Rooms` asks the cluster.
 """
 
 import time
@@ -148,6 +148,6 @@ class ElasticEnginePool(EnginePool):
         if now - self._short_since > self._room_timeout_s:
             raise RolloutError(
                 f"rollout.replicas={self._engines}: {self.words} are left, and the cluster had no room for "
-                f"another within resources.placement_timeout_s={self._room_timeout_s:g}. Start more nodes, or "
-                "lower the minimum."
+                f"another within resources.placement_timeout_s={self._room_timeout_s:g}. Start more nodes, "
+                "or lower the minimum."
             )

@@ -1,4 +1,4 @@
-"""Decide which engines of `rollout.replicas: MIN..MAX` are asked for and started, without I/O or Ray.
+"""Decide which engines of a range, MIN..MAX, are asked for and started, without I/O, Ray or a clock.
 
     free --request--> requested --the cluster grants--> granted --start--> running
      ^  ^                 |                                |                  |
@@ -56,11 +56,6 @@ class EnginePlaces:
             restarts_left -= is_restart
             usable.append(place)
         return sorted(usable)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether fewer engines run than the run needs."""
-        return len(self.running) < self.engines.minimum
 
     @property
     def is_lost(self) -> bool:

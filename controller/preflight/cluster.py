@@ -64,8 +64,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placement:
-    """Nodes by rank. pools: ranks of each pool. rewards: reward workers. further_engines: engines that a range
-    adds, as far as they have room.
+    """Nodes by rank. pools: ranks of each pool. rewards: reward workers. further_engines: engines that a
+    range adds, as far as they have room.
     """
 
     pools: dict[str, tuple[int, ...]]

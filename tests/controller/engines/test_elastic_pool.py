@@ -1,4 +1,4 @@
-"""ElasticEnginePool: an added engine has the weights before it serves, and a lost one has time to find room."""
+"""ElasticEnginePool: an added engine has the weights before it serves, and a lost one time to find room."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -92,7 +92,6 @@ class ElasticMachine(RuleBasedStateMachine):
         places = self.places
         assert len(self.running | self.requested | self.granted) <= self.engines.maximum
         assert self.restarts <= RESTARTS
-        assert places.is_short == (len(self.running) < self.engines.minimum)
         if not places.is_lost:
             assert len(places.usable) >= self.engines.minimum
 
@@ -120,5 +119,4 @@ def test_a_run_is_lost_if_its_minimum_cannot_run_again(
     places = EnginePlaces(
         EngineRange(1, 2), (), lost={0, 1}, hopeless=hopeless, restarts_left=1
     )
-    assert places.is_short
     assert places.is_lost == lost
