@@ -67,6 +67,21 @@ def test_engines_are_added_up_to_the_maximum_where_the_cluster_has_room(
     assert any("3 of 1..3 engines" in line for line in finished.said)
 
 
+def test_engines_are_added_and_lost_while_samples_are_made_ahead(
+    stand_ins: StandIns, run: Run
+) -> None:
+    stand_ins.free_gpus += [[7]]
+    dead = kill_once(stand_ins, "rollout 0", "generate", 13)
+    finished = run(*BASE, "rollout.replicas=1..2", "rollout.max_staleness=1")
+    assert dead == ["rollout 0"]
+    steps = recorded(finished)[1:]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["rollout/samples"] for step in steps] == [4.0] * STEPS
+    engines = [step["rollout/engines"] for step in steps]
+    assert max(engines) == 2.0 and engines[-1] == 1.0
+    assert max(step["rollout/staleness_max"] for step in steps) <= 1.0
+
+
 def test_without_room_a_run_keeps_its_minimum(
     stand_ins: StandIns, run: Run, expected: set[object]
 ) -> None:
