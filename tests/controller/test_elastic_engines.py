@@ -4,6 +4,7 @@ Engines come and go between steps. Each prompt is sampled once, as by any number
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,20 @@ def test_engines_are_added_and_lost_while_samples_are_made_ahead(
     engines = [step["rollout/engines"] for step in steps]
     assert max(engines) == 2.0 and engines[-1] == 1.0
     assert max(step["rollout/staleness_max"] for step in steps) <= 1.0
+
+
+def test_a_loop_of_ones_own_gets_engines_between_its_updates(
+    stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.engines.elastic_pool.POLL_SECONDS", 0.0)
+    stand_ins.free_gpus += [[7]]
+    overrides = [f"run.dir={tmp_path}", *BASE, "rollout.replicas=1..2"]
+    with stand_ins.open(overrides) as own:
+        for _ in range(3):
+            samples = own.sample(own.prompts(2), n=2).result()
+            assert len(samples.batch) == 4
+            own.publish().result()
+    check_got_weights_first(stand_ins, "rollout 1")
 
 
 def test_without_room_a_run_keeps_its_minimum(
