@@ -17,6 +17,8 @@ ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
     # The trainer calls the kernels of this runner's sampler.
     "VLLM_USE_V2_MODEL_RUNNER": "1",
+    # Tensor descriptors would read the keys in smaller tiles than the trainer's call.
+    "VLLM_TRITON_USE_TD": "0",
 }
 CONTRADICTING = (
     "attention_backend",

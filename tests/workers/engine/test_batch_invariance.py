@@ -52,6 +52,7 @@ def test_the_switch_is_set_before_vllm_is_imported(environment):
 
     assert envs.VLLM_BATCH_INVARIANT is True
     assert envs.VLLM_USE_V2_MODEL_RUNNER is True
+    assert envs.VLLM_TRITON_USE_TD is False
 
 
 @pytest.mark.parametrize("name", CONTRADICTING)
