@@ -40,6 +40,8 @@ CALLED = {
     "vllm.v1.worker.gpu.sample.logprob": {"compute_token_logprobs": "logits token_ids"},
 }
 """Functions of vLLM by module, with the arguments that they are called with here."""
+GATE = "silu_and_mul"
+"""An operator of vLLM's compiled library: (out, input)."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def load_kernels() -> Kernels:
             ) from error
         for name, arguments in names.items():
             functions[name] = _checked(module, name, arguments)
-    # An operator of vLLM's library, which `vllm._custom_ops` has loaded.
-    return Kernels(silu_and_mul=torch.ops._C.silu_and_mul, **functions)
+    # Of vLLM's compiled library, which `vllm._custom_ops` has loaded.
+    functions[GATE] = getattr(torch.ops._C, GATE)
+    return Kernels(**functions)
 
 
 def _checked(module: Any, name: str, arguments: str) -> Any:
