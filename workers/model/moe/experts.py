@@ -41,6 +41,9 @@ from workers.model.forward_backward import RouterHook
 from workers.model.moe.expert_adapters import ExpertAdapter, adapter_of
 from workers.model.rows.packing import ModelInput
 
+ROW_BYTES = 16
+"""A grouped product's rows in bfloat16 begin at multiples."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -274,9 +277,17 @@ def _adapted(
     """Add what a weight's adapter makes of `rows`, by expert."""
     if adapter is None:
         return outputs
-    a, b = adapter.factors()
+    a, b = _aligned(*adapter.factors())
     inner = _product(rows, a, order, transposed=False)
     return outputs + _product(inner, b, order, transposed=False) * adapter.scaling
+
+
+def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Fill ranks up with zeros to what grouped products take: rows of a multiple of 16 bytes."""
+    missing = -a.shape[1] % (ROW_BYTES // a.itemsize)
+    if a.dtype != torch.bfloat16 or not missing:
+        return a, b
+    return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
 
 
 def _product(rows: Tensor, weight: Tensor, order: Order, transposed: bool) -> Tensor:

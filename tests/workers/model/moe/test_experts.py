@@ -17,10 +17,11 @@ from tests.workers.model.tiny import (
     save_tiny_model,
     tiny_config,
 )
-from workers.config.roles import OptimizerConfig
+from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.moe import experts as moe
+from workers.model.moe.expert_adapters import add_expert_adapters
 from workers.model.moe.experts import GroupedExperts
 from workers.model.sharding.tensor_parallel import find_experts
 
@@ -58,6 +59,31 @@ def test_rows_by_expert_give_what_transformers_gives(
         assert relative_error(actual.double(), expected.double()) < (
             1e-12 if dtype == torch.float64 else 2e-2
         )
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_adapters_of_any_rank_compute_in_bfloat16(rank: int) -> None:
+    """Grouped products take rows of 16 bytes, which a rank of 3 does not fill."""
+    torch.manual_seed(0)
+    config = LoraConfig(rank=rank, target_parameters="experts.gate_up_proj")
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"), dtype=torch.float64)
+    add_expert_adapters(model, config)
+    module: Any = find_experts(model)[0]
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    hidden = torch.randn(9, module.down_proj.shape[1], dtype=torch.float64)
+    chosen = torch.randint(4, (9, 2))
+    weights = torch.rand(9, 2, dtype=torch.float64)
+    GroupedExperts().compute(module)
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        module.to(dtype).zero_grad()
+        outputs = module(hidden.to(dtype), chosen, weights.to(dtype))
+        outputs.square().sum().backward()
+        gradients = [parameter.grad for parameter in module.parameters()]
+        results.append([outputs.detach(), *gradients])
+    for expected, actual in zip(*results, strict=True):
+        assert relative_error(actual.double(), expected.double()) < 3e-2
 
 
 class RecordedCalls(CountedCalls):
