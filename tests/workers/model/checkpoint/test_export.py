@@ -292,3 +292,13 @@ def test_the_template_that_replaced_the_sources_is_saved_instead(tmp_path, ranks
     expected = files_beside(Path(source)) | {"chat_template.jinja": b"{{ messages }}"}
     del expected["additional_chat_templates/tools.jinja"]
     assert files_beside(tmp_path / "target") == expected
+
+
+def test_weights_in_two_files_have_an_index(tmp_path):
+    model = save_as(tmp_path / "source", "qwen2", torch.float32)
+    total = sum(weight.nbytes for weight in tensors_of(tmp_path / "source").values())
+    target = tmp_path / "target"
+    build(model).save_pretrained(target, file_bytes=int(total * 0.7))
+    assert len(list(target.glob("*.safetensors"))) == 2
+    index = json.loads((target / INDEX).read_text())
+    assert set(index["weight_map"]) == set(tensors_of(target))
