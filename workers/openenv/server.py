@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
 
 HTTP_SECONDS = 10.0
+CLOSE_SECONDS = 2.0  # for a server to close a session
 LONGEST_MESSAGE = 2**24  # bytes
 FULL = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
@@ -115,6 +116,8 @@ class ServerSession:
 
         with suppress(OSError, WebSocketException):
             connection.send(json.dumps({"type": "close"}))
+            # The server closes then. To one that finds nobody, that is an error with a traceback.
+            connection.recv(timeout=CLOSE_SECONDS)
         connection.close()
 
     def _ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -11,8 +12,10 @@ from typing import Any
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 from websockets.sync.server import ServerConnection, serve
 
+CLEANING_SECONDS = 0.1
 TYPED = {
     "title": "CountAction",
     "description": "Count on.",
@@ -44,6 +47,7 @@ class StandIn:
         self.open_sessions = 0
         self.seeds: list[Any] = []
         self.closed_by_message = 0
+        self.found_nobody = 0
 
     def answer_page(
         self, connection: ServerConnection, request: Request
@@ -67,6 +71,8 @@ class StandIn:
                 match message["type"]:
                     case "close":
                         self.closed_by_message += 1
+                        time.sleep(CLEANING_SECONDS)
+                        self.found_nobody += connection.state is not State.OPEN
                         return
                     case "reset":
                         self.seeds.append(data.get("seed"))

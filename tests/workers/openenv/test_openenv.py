@@ -114,6 +114,7 @@ def test_a_turn_without_a_call_ends_the_episode_and_one_in_error_does_not(
     assert end.done and end.reward == 0
     wait_for_no_session(stand_in)
     assert stand_in.closed_by_message == 1
+    assert stand_in.found_nobody == 0, "a server's close of the session is waited for"
 
 
 def test_a_server_that_fails_costs_its_sample_and_every_session_ends(
