@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.workers.model.cases import way
 from tests.workers.model.cpu_engine import assert_same, build_engine
 from tests.workers.model.optimizer.test_muon import arguments_of, trained
-from tests.workers.model.ranks import RankPool
+from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import OptimizerConfig
 from workers.model.losses import Denominators, sft
@@ -189,3 +189,16 @@ def test_a_skipped_step_leaves_the_states_as_they_are(tmp_path: Path) -> None:
     assert before and all(
         map(torch.equal, map(full_tensor, before), map(full_tensor, after))
     )
+
+
+def test_blocks_of_another_tensor_parallelism_are_refused_by_the_first_tensor(
+    tmp_path: Path, ranks: RankPool
+) -> None:
+    """A rank's part of a row of `down_proj` is not a multiple of 16 there: its moments would be float32."""
+    path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False, hidden_size=64)
+    arguments = arguments_of(path, tmp_path, "policy.optimizer.state_dtype=int8")
+    saved = str(tmp_path / "saved")
+    trained(path, arguments, 1, range(1), "float32", saved)
+    shared = arguments | {"parallel": way("tp 2").parallel}
+    with pytest.raises(RankError, match=r"down_proj\.weight\.exp_avg_exponents has shape"):
+        ranks.run(trained, 2, path, shared, 1, range(1, 2), "float32", saved)
