@@ -55,9 +55,7 @@ KEYS_OF_SKYRL = (
     "remove_microbatch_padding",
     "max_training_steps",
 )
-SECTIONS_OF_PRIME_RL = re.compile(
-    r"(optim|scheduler|model\.(?:lora|ac|cp|cp_style|ep|dp_replicate))(?=\.|$)"
-)
+SECTIONS_OF_PRIME_RL = re.compile(r"^(optim|scheduler|model\.(?!name$|vlm\b)\w+)(?=\.|$)")
 TEMPLATE = "policy.tokenizer.chat_template"
 
 
@@ -164,6 +162,7 @@ def _prepare_prime_rl(recipe: Recipe) -> dict[str, Any]:
     keys = {key: value for key, value in keys.items() if value != {}}
     if any(key.startswith("trainer.model.lora") for key in keys):
         keys.setdefault("trainer.model.lora.rank", 16)
+    prime_rl.switch_parts_on(keys)
     return dict(sorted(keys.items(), key=lambda item: not item[0].endswith(".type")))
 
 

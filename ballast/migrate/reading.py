@@ -409,7 +409,9 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             awaits_program = False
         elif LAUNCHER.fullmatch(word) and not values:
             awaits_program = True
-        if flag := FLAG.fullmatch(word):
+        if word == "--module" and awaits_program:  # the launcher's, as `-m` is
+            values = None
+        elif flag := FLAG.fullmatch(word):
             of_submission.append(flag[1])
             values = flags[flag[1]] = [] if flag[2] is None else [flag[2]]
             if flag[2] is not None:

@@ -69,16 +69,33 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
             f"{ALGORITHM}={keys[ALGORITHM]}: migrate translates grpo and max_rl. Start from the settings "
             "algorithm.advantage and algorithm.loss.distillation of `python -m controller.fit --settings`."
         )
+    switch_parts_on(keys)
     if above_0(keys.get("trainer.model.cp")) > 1:
         keys.setdefault("trainer.model.cp_style", "ring")
     # A type has defaults of its own, which its other keys replace.
     return dict(sorted(keys.items(), key=lambda item: not item[0].endswith(".type")))
 
 
+def switch_parts_on(keys: dict[str, Any]) -> None:
+    """A section there is a switch by being there: trackers and the offload of activations."""
+    if any(key.startswith("monitors.wandb.") for key in keys):
+        keys["monitors.wandb"] = True
+    offload = "trainer.model.ac_offloading"
+    of_offload = [key for key in keys if key.startswith(f"{offload}.")]
+    if of_offload:
+        keys[offload] = True
+    for key in of_offload:
+        del keys[key]
+
+
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     derive_environment(recipe, settings, to_decide)
     _prompts_of_samples(recipe, settings, to_decide)
     _add_gpus(recipe, settings)
+    replicas = above_0(settings.get("rollout.replicas")) or 1
+    if in_flight := above_0(settings.get("rollout.max_concurrent")):
+        formula = f"max_inflight {in_flight} / {replicas} engines"
+        settings.compute("rollout.max_concurrent", max(1, in_flight // replicas), formula)
     add_schedule(recipe, settings)
     if settings.get("policy.optimizer.weight_decay"):
         settings["policy.optimizer.weight_decay_on"] = "all"
