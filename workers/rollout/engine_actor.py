@@ -39,6 +39,7 @@ from workers.engine.vllm_interface import (
     unfinished_responses,
     unfinished_tokens,
 )
+from workers.engine.weights import left_groups
 from workers.engine.weights.weight_delta import Payload, WeightFile
 from workers.engine.weights.weight_transfer import private_file
 from workers.episodes.episode import Episode
@@ -103,6 +104,7 @@ class VllmEngineActor:
         self._max_model_tokens = max_model_tokens
         self._seed = seed
         self._transfer_timeout_s = transfer_timeout_s
+        self._groups = 0  # transfer groups that it was told to join
         self._front = front
         self._engine: AsyncLLM | None = None
         self._environments: EnvironmentPool | None = None
@@ -149,6 +151,7 @@ class VllmEngineActor:
 
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
         prepare_error_file()
+        left_groups.prepare_file()
         try:
             # In a thread, so that `stop` and `pids` answer while the engine loads.
             engine = await asyncio.to_thread(self._build)
@@ -360,10 +363,15 @@ class VllmEngineActor:
         """Join the trainer's transfer group. See `gpu_transfer`. Needs GPUs."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        self._groups += 1
         request = WeightTransferInitRequest(init_info)
         await self._answer(
             "join the transfer", self.engine.init_weight_transfer_engine(request)
         )
+
+    async def leave_group(self) -> None:
+        """Leave the transfer group, of which a member was lost, also in the middle of a broadcast."""
+        left_groups.leave(self._groups)
 
     async def begin_update(self) -> None:
         """Hold requests and prepare for weights, also after an update that ended for a lost engine's sake."""

@@ -444,6 +444,9 @@ class FailingEngine:
         self.how = how
         self.is_told = threading.Event()
 
+    def leave_group(self) -> None:
+        self.is_told.set()
+
     def receive_update(self, update_info: dict) -> None:
         if self.how == "refuses":
             raise RolloutError("could not load the weights: nothing for a.weight")
@@ -455,6 +458,9 @@ class FailingEngine:
         if self.how == "dies":
             os._exit(1)
         self.is_told.wait(600)  # for the one that is gone
+
+    def leaves(self) -> bool:
+        return self.is_told.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -470,6 +476,7 @@ def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
         client.update_weights({"names": ["a"]})
     assert aborts == [True], "a broadcast would wait for ever"
     assert isinstance(client.failure, RolloutError)
+    assert ray.get(engines[0].leaves.remote())
     for engine in engines:
         ray.kill(engine)
 
@@ -482,6 +489,7 @@ def test_a_replica_that_dies_in_a_broadcast_aborts_it_and_is_left_out(
     client.abort = lambda: aborts.append(True)
     client.update_weights({"names": ["a"]})
     assert (aborts, client.lost, client.failure) == ([True], {1}, None)
+    assert ray.get(engines[0].leaves.remote())
     for engine in engines:
         ray.kill(engine)
 

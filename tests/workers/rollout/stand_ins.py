@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.workers.rollout.stream_races import StreamRaces
 from workers import allocator
+from workers.engine.weights import left_groups
 from workers.engine.weights.weight_transfer import FROZEN_VISION, TRANSFER_TIMEOUT
 from workers.errors import LostError
 
@@ -190,6 +191,12 @@ def call_local(
     return lost
 
 
+def tell_local(engines: Sequence[Any], method: str) -> None:
+    """`workers.engine.weights.gpu_transfer.tell_replicas` for replicas of this process."""
+    for engine in engines:
+        getattr(engine, method)()
+
+
 class Loop:
     """An event loop in a thread, for coroutines of a rollout worker that is no actor."""
 
@@ -242,7 +249,7 @@ class BareReplica:
         self.loaded: dict[str, torch.Tensor] = {}
         self.heard: list[Any] = []
         self.ends: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-        self._dies_at, self._loads = dies_at, 0
+        self._dies_at, self._loads, self._groups = dies_at, 0, 0
         engine_class = (
             TimedNCCLWeightTransferEngine
             if backend == "nccl"
@@ -261,7 +268,11 @@ class BareReplica:
         self.loaded |= {name: weight.clone() for name, weight in weights}
 
     def init_transfer(self, info: dict[str, Any]) -> None:
+        self._groups += 1
         self._engine.init_transfer_engine(self._engine.parse_init_info(info))
+
+    def leave_group(self) -> None:
+        left_groups.leave(self._groups)
 
     def begin_update(self) -> None:
         self.heard.append("begin")

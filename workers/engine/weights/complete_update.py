@@ -8,7 +8,6 @@ vLLM by itself keeps the old weights of omitted parameters, with a warning in a 
 `ipc`, `nccl` and `shared_memory`, which reads a safetensors file.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +42,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
+from workers.engine.weights.left_groups import GroupWatch
 from workers.engine.weights.weight_transfer import FROZEN_VISION, TRANSFER_TIMEOUT
 
 OUTPUT_LAYER = "lm_head.weight"
@@ -285,48 +285,37 @@ def _refuse(missing: list[str]) -> None:
 
 
 class TimedNCCLWeightTransferEngine(NCCLWeightTransferEngine):
-    """vLLM's, which leaves a broadcast after `TRANSFER_TIMEOUT` seconds and can then join the next group.
+    """vLLM's, which leaves a broadcast when its actor says so, or after `TRANSFER_TIMEOUT` seconds. It can then
+    join the next group.
 
     NCCL has no time-out here: a receiver would wait forever for a lost member of its group, and nothing but
     its own abort ends that.
     """
 
+    _group = 0  # number of the present group, as its actor counts them
+
     def init_transfer_engine(self, init_info: Any) -> None:
         self.shutdown()  # leaves the group before
+        self._group += 1
         super().init_transfer_engine(init_info)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Raises TimeoutError if the broadcast did not end in time. The weights are then undefined."""
+        """Raises TimeoutError if the broadcast was left. The weights are then undefined."""
         timeout_s = self.vllm_config.additional_config[TRANSFER_TIMEOUT]
-        is_late = threading.Event()
-        timer = threading.Timer(timeout_s, self._leave, [is_late])
-        timer.daemon = True
-        timer.start()
-        try:
-            super().receive_weights(update_info)
-        except Exception as error:
-            if (
-                is_late.is_set()
-            ):  # an abort leaves values in the buffers that are not weights
-                raise _too_late(timeout_s) from error
-            raise
-        finally:
-            timer.cancel()
-        if is_late.is_set():
-            raise _too_late(timeout_s)
+        with GroupWatch(self._group, timeout_s, self._abort) as watch:
+            try:
+                super().receive_weights(update_info)
+            except Exception as error:
+                # An abort leaves values in the buffers that are not weights.
+                if watch.reason:
+                    raise TimeoutError(watch.reason) from error
+                raise
+        if watch.reason:
+            raise TimeoutError(watch.reason)
 
-    def _leave(self, is_late: threading.Event) -> None:
-        group = self.model_update_group
-        if group is not None:
-            is_late.set()
-            group.destroy()
-
-
-def _too_late(timeout_s: float) -> TimeoutError:
-    return TimeoutError(
-        f"the weights did not arrive within resources.collective_timeout_s={timeout_s:g} s, so a member of "
-        "the transfer group is lost or hangs."
-    )
+    def _abort(self) -> None:
+        if self.model_update_group is not None:
+            self.model_update_group.destroy()
 
 
 class CompleteNCCLWeightTransferEngine(CompleteUpdate, TimedNCCLWeightTransferEngine):

@@ -40,7 +40,7 @@ class EngineClient:
     """vLLM's `VLLMWeightSyncClient` protocol over `VllmEngineActor` actors.
 
     A lost engine raises nothing here: ranks other than zero would wait in a gather for ever. It is left out,
-    and the others go on, unless they share a broadcast (`together`): that is aborted for all.
+    and the others go on, unless they share a broadcast (`together`): that is aborted here and by each of them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EngineClient:
             self._call("receive_update", update_info)
         except BallastError as error:
             self.failure = error
-            self.abort()
+            self._abort_broadcast()
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -103,7 +103,19 @@ class EngineClient:
         )
         self.lost |= {positions[index] for index in lost}
         if self._together and self.lost:
-            self.abort()
+            self._abort_broadcast()
+
+    def _abort_broadcast(self) -> None:
+        self.abort()
+        if self._together:
+            others = set(range(len(self._engines))) - self.lost
+            tell_replicas([self._engines[position] for position in others], "leave_group")
+
+
+def tell_replicas(engines: Sequence[Any], method: str) -> None:
+    """Call `method` of every replica, and wait for none."""
+    for engine in engines:
+        getattr(engine, method).remote()
 
 
 def call_replicas(
