@@ -87,6 +87,7 @@ def test_the_dependency_rule_holds() -> None:
         ),
         ("workers.errors", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
         ("workers.rollout.engine_actor", ("torch", "vllm", "transformers", "numba")),
+        ("workers.roles.reward", ("torch", "vllm", "transformers", "numba")),
         ("controller.config", ("torch", "ray", "vllm", "transformers", "tensordict")),
         (
             "controller.preflight.checks",

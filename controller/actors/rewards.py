@@ -19,6 +19,7 @@ from workers.batch.score import TOOL_PARTS, Score, add_environment, check_parts
 from workers.engine.requests import SampleResult
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.roles.reward import RewardWorker, ScoreRequest, texts_of
+from workers.roles.text_decoder import serialize
 from workers.user_code.rewards import MESSAGES, RewardFunction
 
 # Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
@@ -46,6 +47,8 @@ class RewardPool:
         self._on_failure = config.on_failure
         self._adds = with_environment and bool(functions)
         self._image_key = image_key if image_key in self._columns else ""
+        self._tokenizer_path = tokenizer_path
+        backend = serialize(self._tokenizer) if config.workers else ""
         actor_class = ray.remote(RewardWorker)
         self._actors = [
             actor_class.options(name=f"{name} {i}", num_cpus=cpus, **AGAIN).remote(
@@ -53,10 +56,10 @@ class RewardPool:
                 tokenizer_path,
                 timeout_s=config.timeout_s,
                 concurrency=config.concurrency,
+                backend=backend,
             )
             for i in range(config.workers)
         ]
-        self._tokenizer_path = tokenizer_path
         self._next = 0
 
     def wait_ready(self, timeout_s: float) -> None:

@@ -18,6 +18,7 @@ from workers.batch.placed_images import PlacedImage
 from workers.batch.remote_batch import fetch_images
 from workers.batch.score import LONGEST_SENT, RAW, Score
 from workers.engine.requests import INSERTED, NOT_SAMPLED
+from workers.roles.text_decoder import load_decoder
 from workers.user_code.pictures import Pictures
 from workers.user_code.rewards import Call, RewardFunction, RewardProcess
 
@@ -46,16 +47,14 @@ class RewardWorker:
         *,
         timeout_s: float,
         concurrency: int,
+        backend: str = "",
     ) -> None:
-        from transformers import AutoTokenizer
-
+        """backend: of the tokenizer at `tokenizer_path`, see `text_decoder.serialize`."""
         self._process = RewardProcess(
             functions, timeout_s=timeout_s, concurrency=concurrency
         )
         self._takes_raw = any(RAW in function.columns for function in functions)
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=False
-        )
+        self._tokenizer = load_decoder(tokenizer_path, backend)
 
     def __repr__(self) -> str:
         return "reward"
