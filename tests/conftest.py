@@ -219,6 +219,16 @@ def trials_are_forks(
 
 
 @pytest.fixture(scope="module", autouse=True)
+def fork_servers_stay() -> Iterator[None]:
+    """Name the file whose tests end the servers of forks, which later files need."""
+    from tests.fork_guard import find_ended, server_ids
+
+    started = server_ids()
+    yield
+    assert find_ended(started) == [], "a test of this file ended a server of forks"
+
+
+@pytest.fixture(scope="module", autouse=True)
 def process_groups_end() -> Iterator[None]:
     """With their stores: a module's tests leave hundreds of threads otherwise, each waking a hundred times a
     second.

@@ -41,7 +41,8 @@ SERVER.set_forkserver_preload(IMPORTED)
 def connect(descriptors: list[int]) -> tuple[int, int]:
     try:
         return SERVER.connect_to_new_process(descriptors)
-    except ChildProcessError:  # a test ended the server, and reaped it
+    # A test ended the server, and waited for it: `fork_servers_stay` of conftest names its file.
+    except ChildProcessError:
         SERVER._forkserver_alive_fd = None
         SERVER._forkserver_pid = None
         return SERVER.connect_to_new_process(descriptors)

@@ -276,6 +276,8 @@ def test_the_end_of_an_engine_removes_what_its_environments_left(
     monkeypatch.setenv(VARIABLE, "")
     sandbox = SandboxConfig(kind=f"{program}:tests/image")
     export_settings(sandbox)
+    # The real one ends all processes below its actor's, which here is the tests': the servers of forks, too.
+    monkeypatch.setattr("workers.rollout.engine_actor.end_engine", lambda engine: None)
     engine = VllmEngineActor.__new__(VllmEngineActor)  # without vLLM
     engine.config = RolloutConfig(sandbox=sandbox)
     engine._engine = engine._gateway = None
