@@ -38,7 +38,7 @@ from tests.workers.model.tiny import (
     teacher_of,
 )
 from workers.batch.metrics import Metrics, merge, results
-from workers.config.roles import LossConfig, ModelConfig
+from workers.config.roles import LossConfig, ModelConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, sft
 
@@ -320,16 +320,14 @@ def compiled(case: Case = PLAIN, **settings: Any) -> Case:
 
 ALWAYS = (
     "dp 1",
-    "dp 4, copies 2",
     "ulysses 4",
-    "ring 4",
     "copies 2, ring 2, deferred",
-    "pp 2, dp 2",
     "pp 2, virtual 2, ring 2",
     "dp 2, tp 2, ep 2",
-    "pp 2, dp 2, ep 2",
 )
-"""Ways that are tried in every run of the tests: each kind of mesh in its cheapest cases. Others are drawn."""
+"""Ways that are tried in every run of the tests: each dimension of a mesh in its cheapest case. Others are
+drawn.
+"""
 COMPILED: dict[str, list[Case]] = {
     "dp 1": [compiled(REPLAYED_CHECKPOINTED)],
     "pp 2, virtual 2, dp 2, ep 2": [compiled(REPLAYED_CHECKPOINTED)],
@@ -345,6 +343,22 @@ COMPILED: dict[str, list[Case]] = {
         compiled(critic(layers=3)),
     ],
 }
+
+
+def changed_settings(text: str) -> set[str]:
+    parallel = vars(way(text).parallel)
+    return {
+        name for name, value in parallel.items() if value != getattr(ParallelConfig(), name)
+    }
+
+
+def test_every_run_tries_each_dimension_of_a_mesh() -> None:
+    """Degrees by micro-step alone are drawn: their ways are those of fixed degrees otherwise."""
+    tried = set().union(*map(changed_settings, ALWAYS))
+    assert set().union(*map(changed_settings, CASES)) - tried == {"context_parallel_degree"}
+    meshes = [way(text).parallel for text in ALWAYS]
+    methods = {mesh.context_parallel_method for mesh in meshes if mesh.context_parallel > 1}
+    assert methods == {"ulysses", "ring"}
 
 
 @pytest.fixture(scope="module")
