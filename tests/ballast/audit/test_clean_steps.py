@@ -63,9 +63,9 @@ def alarms(bundle: Bundle) -> dict[str, str]:
 @pytest.mark.parametrize("run", RUNS)
 def test_a_clean_step_passes_every_check(run: str) -> None:
     for seed in range(3):
-        bundle = clean_step(seed=seed, **RUNS[run])
-        findings = check_step(bundle)
-        assert alarms(bundle) == {}
+        findings = check_step(clean_step(seed=seed, **RUNS[run]))
+        failed = [finding for finding in findings if finding.verdict is Verdict.FAILED]
+        assert {finding.name: finding.cause for finding in failed} == {}
         unknown = [
             finding.name for finding in findings if finding.verdict is Verdict.UNKNOWN
         ]
