@@ -201,7 +201,8 @@ OF_REINFORCEMENT = (
     r"actor_rollout_ref\..*|num_generations|max_completion_length|reward_funcs|reward_weights"
     r"|generation_batch_size|num_iterations|scale_rewards|steps_per_generation|use_vllm|vllm_.*"
     r"|n_samples_per_prompt|rollout\..*|actor\..*"
-    r"|actor_train\..*|rollout[_-].*|hf[_-]checkpoint|prompt_data|trainer\.policy\..*|grpo\..*|gconfig\..*|orchestrator\..*"
+    r"|actor_train\..*|rollout[_-].*|hf[_-]checkpoint|prompt_data"
+    r"|trainer\.policy\..*|grpo\..*|gconfig\..*|orchestrator\..*"
 )
 
 

@@ -95,8 +95,8 @@ class WeightTransfer:
                 raise LostError(f"an engine was lost while {meeting} met.")
             if time.monotonic() > deadline:
                 raise LostError(
-                    f"policy.{method} did not finish within resources.collective_timeout_s={self._timeout_s:g} s, "
-                    "and no engine says why."
+                    f"policy.{method} did not finish within "
+                    f"resources.collective_timeout_s={self._timeout_s:g} s, and no engine says why."
                 )
 
         return getattr(self._policy, method).remote(*args).result(meanwhile=poll)

@@ -1,7 +1,7 @@
 """Serve an environment on a socket: `python launch.py DESCRIPTOR`.
 
-The package's own Python runs this file, so it imports nothing of ours. `main` of a package is not called: many
-serve on port 8000, whatever they are asked.
+The package's own Python runs this file, so it imports nothing of ours. `main` of a package is not called:
+many serve on port 8000, whatever they are asked.
 """
 
 import socket

@@ -3,8 +3,8 @@
     PackageServer(package) --install_package--> Python --launch.py--> a server on a free port of 127.0.0.1
     a process of episodes --serve_episodes--> class with the server's URL --fork--> sessions
 
-The kernel kills a server with its parent. If a server ends by itself, a new one takes its socket, where new sessions
-wait meanwhile.
+The kernel kills a server with its parent. If a server ends by itself, a new one takes its socket, where new
+sessions wait meanwhile.
 """
 
 import mmap
@@ -105,8 +105,8 @@ class PackageServer:
     def _keep(self) -> None:
         """Start the server, show its output, and start it again when it ends.
 
-        No lock of Python is held meanwhile, which a fork could inherit. The kernel kills a child with the thread
-        that started it, so this thread stays.
+        No lock of Python is held meanwhile, which a fork could inherit. The kernel kills a child with the
+        thread that started it, so this thread stays.
         """
         while True:
             self._process = self._start()

@@ -285,8 +285,9 @@ def _refuse(missing: list[str]) -> None:
 
 
 class TimedNCCLWeightTransferEngine(NCCLWeightTransferEngine):
-    """vLLM's, which leaves a broadcast when its actor says so, or after `TRANSFER_TIMEOUT` seconds. It can then
-    join the next group.
+    """vLLM's, which leaves a broadcast when its actor says so, or after `TRANSFER_TIMEOUT` seconds.
+
+    It can then join the next group.
 
     NCCL has no time-out here: a receiver would wait forever for a lost member of its group, and nothing but
     its own abort ends that.

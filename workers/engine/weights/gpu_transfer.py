@@ -40,7 +40,8 @@ class EngineClient:
     """vLLM's `VLLMWeightSyncClient` protocol over `VllmEngineActor` actors.
 
     A lost engine raises nothing here: ranks other than zero would wait in a gather for ever. It is left out,
-    and the others go on, unless they share a broadcast (`together`): that is aborted here and by each of them.
+    and the others go on, unless they share a broadcast (`together`): that is aborted here and by each of
+    them.
     """
 
     def __init__(
