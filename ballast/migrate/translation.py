@@ -408,8 +408,13 @@ def _settle(migration: Migration) -> None:
                 return
             key = min(places, key=lambda key: (places[key], -len(key)))
             value = chosen.pop(key)
-            if not migration.defaults.pop(key, ""):
-                idle = "has no effect" in text
+            idle = "has no effect" in text
+            if migration.defaults.pop(key, ""):
+                if not idle:
+                    migration.open.append(
+                        f"{key}={text_of(value)}: the default there, left out. {text}"
+                    )
+            else:
                 player = _player_to_decide(migration) if key in OF_PLAYERS else ""
                 if idle and player:
                     reason = f"add it with {player}, without which it has no effect"
