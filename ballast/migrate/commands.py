@@ -99,7 +99,10 @@ PROGRAMS = (
 of.
 """
 
+NEVER = r"(?!)"
 NOT_TRANSLATED = (
+    ("MindSpeed-RL", PREFERENCES, NEVER, ("megatron_training.stage=dpo",)),
+    ("MindSpeed-RL", PPO, NEVER, ("megatron_training.stage=ray_ppo",)),
     ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
     ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
     ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
@@ -112,7 +115,6 @@ NOT_TRANSLATED = (
 )
 """System, command, program, and beginnings of key=value: a recipe that has all of them is refused."""
 
-NEVER = r"(?!)"
 TRAINS_NOTHING = (
     ("OpenRLHF", "a reward model's server", r"openrlhf\.cli\.serve_rm", ()),
     ("OpenRLHF", "a tool", r"openrlhf\.cli\.(?!train_)\w+", ()),

@@ -10,6 +10,7 @@ from typing import Any
 from ballast.migrate.rules import Recipe, Settings, fit_cap
 from ballast.migrate.systems import (
     areal,
+    mindspeed_rl,
     nemo_rl,
     openrlhf,
     prime_rl,
@@ -46,6 +47,7 @@ SYSTEMS = {
     "NeMo-RL": System(nemo_rl.KEYS, nemo_rl.derive, nemo_rl.prepare),
     "SkyRL": System(skyrl.KEYS, skyrl.derive, skyrl.prepare),
     "AReaL": System(areal.KEYS, areal.derive, areal.prepare),
+    "MindSpeed-RL": System(mindspeed_rl.KEYS, mindspeed_rl.derive),
     "prime-rl": System(prime_rl.KEYS, prime_rl.derive, prime_rl.prepare),
     "verifiers": System(prime_rl.KEYS_OF_VERIFIERS, prime_rl.derive_environment),
 }
