@@ -129,6 +129,12 @@ TRAINS_NOTHING = (
     ("verl", "a generation server", r"verl\.trainer\.main_generation\w*", ()),
     ("verl", "an evaluation", r"verl\.trainer\.main_eval\w*", ()),
     ("verl", "a tool", r"verl\.model_merger\w*", ()),
+    (
+        "accelerate",
+        "a launcher's configuration",
+        NEVER,
+        ("compute_environment=", "distributed_type="),
+    ),
     ("SkyRL", "a generation", r"entrypoints\.main_generate\w*", ()),
 )
 """System, what it is, the names of programs, and beginnings of key=value: no recipe of training."""

@@ -48,7 +48,19 @@ PROGRAMS = {
 """Names of programs that only this system has."""
 LEAST_SHARE = 0.1
 """Of all keys. Files with a model's shape have one key in the table among forty."""
-COMMON_WORDS = frozenset({"batch_size", "max_steps", "model", "optim", "push", "seed"})
+COMMON_WORDS = frozenset(
+    [
+        "batch_size",
+        "dtype",
+        "max_steps",
+        "model",
+        "optim",
+        "push",
+        "seed",
+        "tensor_parallel_size",
+        "tools",
+    ]
+)
 """Keys of one system in the table, and of others outside of it."""
 
 
@@ -75,10 +87,10 @@ def recognise_system(
     rivals = [name for name in others if len(keys[name]) >= len(keys[system])]
     exact_rows = [row for row in rows if "*" not in row.key]
     exact_keys = keys_of_system(system, recipe, exact_rows)
-    only_here = set(exact_keys).difference(COMMON_WORDS, *(keys[name] for name in others))
+    rare_keys = {key for key in exact_keys if key.replace("-", "_") not in COMMON_WORDS}
+    only_here = rare_keys.difference(*(keys[name] for name in others))
     is_marked = bool(marks.get(system)) or system in named
-    is_shared = not only_here and (bool(rivals) or not exact_keys)
-    is_ambiguous = len(keys[system]) < 2 or is_shared
+    is_ambiguous = len(keys[system]) < 2 or not only_here
     is_weak = len(keys[system]) < len(recipe) * LEAST_SHARE
     if not is_marked and (is_ambiguous or is_weak):
         candidates = " or ".join([system, *rivals])

@@ -75,6 +75,20 @@ def test_a_command_that_trains_nothing_is_refused_by_its_name(
         ({"vllm.model": "m", "deployment.type": "disaggregated"}, "an inference server"),
         ({"max_steps": 5}, "it may be .*TRL"),
         ({"model": "m", "port": 5000}, "it may be"),
+        ({"tools": [{"class_name": "Search"}]}, "it may be TRL"),
+        (
+            {"tensor-parallel-size": 8, "dtype": "auto", "seed": 1, "port": 80},
+            "it may be TRL",
+        ),
+        (
+            {
+                "compute_environment": "LOCAL_MACHINE",
+                "distributed_type": "FSDP",
+                "num_processes": 8,
+                "use_cpu": False,
+            },
+            "a launcher's configuration of accelerate",
+        ),
         (
             {f"shape_{index}": index for index in range(20)} | {"moe-aux-loss-coeff": 0},
             "it may be slime",
