@@ -71,10 +71,13 @@ class CopyHolder:
         self._copies: dict[Rank, dict[int, Any]] = {}
 
     def hold(self, role: str, index: int, step: int, copy: Any) -> None:
+        """copy: a `RankCopy`, which Ray's object store has until this returns."""
         copies = self._copies.setdefault((role, index), {})
-        copies[step] = copy
-        for old_step in sorted(copies)[:-GENERATIONS]:
+        # Older ones go first: all ranks have the last step's.
+        older_steps = sorted(number for number in copies if number != step)
+        for old_step in older_steps[: 1 - GENERATIONS]:
             del copies[old_step]
+        copies[step] = copy.in_own_memory()
 
     def held(self) -> list[tuple[Rank, int]]:
         return [(rank, step) for rank, copies in self._copies.items() for step in copies]
@@ -102,6 +105,9 @@ class PeerCopies:
         on while training continues.
         """
         self._held(log)
+        # Holders drop older copies for new ones, so all ranks of all roles must have the last step's.
+        for group in roles.trained.values():
+            group.wait_for_copies()
         for group in roles.trained.values():
             nodes = copy_nodes(group.node_id())
             holders = [[self._holder(node) for node in rank_nodes] for rank_nodes in nodes]

@@ -175,6 +175,6 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_or_read_costs_a_restart(
 ) -> None:
     losses = [((rank, "checkpoint", times), (rank,))]
     if event == "load":
-        losses = [((rank, "update", times), (rank,)), ((rank, "load", 1), (rank,))]
+        losses = [((rank, "update", times + 1), (rank,)), ((rank, "load", 1), (rank,))]
     finished, dead = compare(stand_ins, run, settings(placement), *losses)
     assert restarts(finished) == (0, len(dead))

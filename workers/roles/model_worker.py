@@ -210,15 +210,20 @@ class TrainedWorker(ModelWorker):
         return extra
 
     @dispatch(Split.ALL)
+    def wait_for_copies(self) -> None:
+        """Wait until this rank's last copies have arrived. A lost holder is the driver's matter."""
+        import ray
+
+        if self._sent_copies:
+            ray.wait(self._sent_copies, num_returns=len(self._sent_copies))
+
+    @dispatch(Split.ALL)
     def send_copies(
         self, step: int, extra: dict[str, Any], holders: list[list[Any]]
     ) -> None:
         """Copy this rank's state, and start to send it to its holders. holders: actors, by rank."""
         import ray
 
-        # The last copies must be complete before older ones go. A lost holder is the driver's matter.
-        if self._sent_copies:
-            ray.wait(self._sent_copies, num_returns=len(self._sent_copies))
         copy = ray.put(self.engine.checkpointer.copy(extra))
         index = self.coordinates.index
         self._sent_copies = [

@@ -2,17 +2,32 @@
 be.
 """
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.checkpoints.peer_copies import (
     GENERATIONS,
     CopyHolder,
+    PeerCopies,
     Rank,
     RestorePlan,
     copy_nodes,
     plan_restore,
 )
+from controller.checkpoints.progress import Progress
+from controller.config import Config
+from controller.preflight.memory import GIB, Memory, host_memory
+from tests.workers.model.cpu_engine import build_engine
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.config.roles import OptimizerConfig
+from workers.model.checkpoint.checkpoint import RankCopy
+from workers.model.losses import Denominators, sft
 
 NODES = st.sampled_from(["a", "b", "c", "d"])
 RANKS = st.tuples(st.sampled_from(["policy", "critic"]), st.integers(0, 2))
@@ -65,10 +80,71 @@ def test_a_holder_has_the_last_copies_up_to_the_restored_step(
 ) -> None:
     holder = CopyHolder()
     for step in steps:
-        holder.hold("policy", 0, step, f"copy {step}")
+        tensors = np.array([step], np.uint8)
+        holder.hold("policy", 0, step, RankCopy({}, {}, {}, tensors))
+        tensors[:] = 0  # the object store may use its memory again
     latest = steps[-GENERATIONS:]
     assert holder.held() == [(("policy", 0), step) for step in latest]
     holder.drop_after(restored)
     assert holder.held() == [(("policy", 0), step) for step in latest if step <= restored]
     for (role, index), step in holder.held():
-        assert holder.read(role, index, step) == f"copy {step}"
+        assert holder.read(role, index, step).tensors.tolist() == [step]
+
+
+class RecordedGroup:
+    """`WorkerGroup` of a role. calls: of all groups, in order."""
+
+    def __init__(self, role: str, calls: list[tuple[str, str]]) -> None:
+        self._role = role
+        self._calls = calls
+
+    def node_id(self) -> list[str]:
+        return []
+
+    def wait_for_copies(self) -> None:
+        self._calls.append((self._role, "wait"))
+
+    def send_copies(self, step: int, extra: dict[str, Any], holders: list[Any]) -> None:
+        self._calls.append((self._role, "send"))
+
+
+def test_no_rank_sends_a_step_before_all_have_sent_the_last() -> None:
+    """A holder drops the step before the last for it, which would be the newest that all ranks have."""
+    calls: list[tuple[str, str]] = []
+    groups = {role: RecordedGroup(role, calls) for role in ("policy", "critic")}
+    roles: Any = SimpleNamespace(trained=groups)
+    PeerCopies().begin(roles, Progress(), print)
+    assert calls == [
+        ("policy", "wait"),
+        ("critic", "wait"),
+        ("policy", "send"),
+        ("critic", "send"),
+    ]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_host_memory_has_the_bytes_of_a_ranks_copies(
+    tmp_path: Path, state_dtype: str
+) -> None:
+    """A holder's copies of an engine on a CPU, and the next one twice while it is sent."""
+    path = save_tiny_model(tmp_path / "model", hidden_size=128, intermediate_size=512)
+    optimizer = OptimizerConfig(state_dtype=state_dtype)
+    engine = build_engine(path, optimizer=optimizer, dtype="float32")
+    sequences = random_sequences(2, seed=0)
+    engine.forward_backward(sequences, [(0, 2)], sft, Denominators.of(sequences))
+    engine.optimizer_step()
+    holder = CopyHolder()
+    for step in range(1, 5):
+        holder.hold("policy", 0, step, engine.checkpointer.copy({}))
+    held_bytes = sum(
+        holder.read(*rank, step).tensors.nbytes for rank, step in holder.held()
+    )
+    copy_bytes = engine.checkpointer.copy({}).tensors.nbytes
+    config = Config()
+    config.run.peer_copies = 1
+    config.policy.optimizer.state_dtype = state_dtype
+    sizes = dict.fromkeys(("parameters", "trained"), engine.num_parameters)
+    memory = Memory({"policy": {"sizes": sizes}})
+    parts = host_memory(config, memory, ranks=config.training_workers)
+    predicted_bytes = parts["peer copies"] * GIB
+    assert predicted_bytes == pytest.approx(held_bytes + 2 * copy_bytes, rel=0.02)

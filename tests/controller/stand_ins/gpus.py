@@ -430,7 +430,7 @@ class StandInEngine:
 
     def copy(self, extra: dict[str, Any]) -> RankCopy:
         self._world.event("copy")
-        return RankCopy({"steps": self.steps}, check_json(extra), b"")
+        return RankCopy({"steps": self.steps}, check_json(extra), {}, np.empty(0, np.uint8))
 
     def load_copy(self, copy: RankCopy) -> dict[str, Any]:
         self._world.event("load copy")

@@ -14,17 +14,18 @@ of the optimiser come from the run's configuration.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -58,11 +59,38 @@ SHARD_BYTES = 2**30
 
 @dataclass(frozen=True)
 class RankCopy:
-    """A rank's state in memory. numbers: of each policy. extra: JSON of the caller. tensors: safetensors."""
+    """A rank's state in memory. numbers: of each policy. extra: JSON of the caller. forms: types and shapes of
+    the tensors, by name. tensors: their bytes, uint8, each from a multiple of ALIGNMENT on.
+    """
 
     numbers: dict[str, Any]
     extra: dict[str, Any]
-    tensors: bytes
+    forms: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    tensors: np.ndarray
+
+    def in_own_memory(self) -> "RankCopy":
+        """Return the copy in this process's memory, which Ray's object store may then free."""
+        return replace(self, tensors=self.tensors.copy())
+
+
+ALIGNMENT = 16
+
+
+def _views(
+    forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], memory: Tensor
+) -> dict[str, Tensor]:
+    """Return tensors of these forms in `memory`, uint8."""
+    views = {}
+    start = 0
+    for name, (dtype, shape) in forms.items():
+        end = start + dtype.itemsize * math.prod(shape)
+        views[name] = memory[start:end].view(dtype).reshape(shape)
+        start = _aligned(end)
+    return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Checkpointer:
@@ -206,12 +234,16 @@ class Checkpointer:
         names = {name: name for name in self._states.all}
         numbers = {name: self._states.numbers(name) for name in names}
         state = self._trained_state(names, copies=True) | _random_state(self._device)
-        # Shards may share storage, which safetensors refuses.
-        tensors = {
-            name: _local(tensor).cpu().clone().contiguous()
-            for name, tensor in state.items()
+        tensors = {name: _local(tensor) for name, tensor in state.items()}
+        forms = {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
         }
-        return RankCopy(numbers, extra, safetensors_torch.save(tensors))
+        # Written once: a library's format would need the state's size several times more.
+        size = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+        memory = torch.empty(size, dtype=torch.uint8)
+        for name, view in _views(forms, memory).items():
+            view.copy_(tensors[name])
+        return RankCopy(numbers, extra, forms, memory.numpy())
 
     def load_copy(self, copy: RankCopy) -> dict[str, Any]:
         """Load a copy of this rank in a run of the same configuration. Returns its `extra`.
@@ -219,7 +251,8 @@ class Checkpointer:
         Raises CheckpointError on all ranks, before any changes, if one rank's copy is of another model.
         """
         self.wait()
-        tensors = safetensors_torch.load(copy.tensors)
+        # Ray's memory is read-only, which torch's is not.
+        tensors = _views(copy.forms, torch.from_numpy(copy.tensors.copy()))
         self._states.hold(copy.numbers)
         names = {name: name for name in copy.numbers}
         random_state = _random_state(self._device)
@@ -228,7 +261,9 @@ class Checkpointer:
         self._on_all_ranks(lambda: _check_same_shards(local_state | random_state, tensors))
         for name, tensor in local_state.items():
             tensor.copy_(tensors[name])
-        _set_random_state({name: tensors[name] for name in random_state}, self._device)
+        # torch reads a generator's state from the beginning of its storage.
+        draws = {name: tensors[name].clone() for name in random_state}
+        _set_random_state(draws, self._device)
         self._states.resume(copy.numbers)
         return copy.extra
 
