@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -280,6 +279,8 @@ async def use_responses(access: Access, stream: bool) -> None:
 
 
 async def use_anthropic(access: Access, stream: bool) -> None:
+    import anthropic  # for 1.3 CPU s, in the processes that use it
+
     client = anthropic.AsyncAnthropic(
         base_url=access.session_url, api_key=access.key, max_retries=0
     )

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import anthropic
 import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
@@ -59,6 +58,8 @@ class Chats:
     def __init__(
         self, record: dict[str, Any], base_url: str, key: str, **options: Any
     ) -> None:
+        import anthropic  # for 1.3 CPU s, in the processes that use it
+
         self.record, self.base_url, self.key = record, base_url, key
         self.openai = openai.AsyncOpenAI(
             **({"base_url": base_url, "api_key": key, "max_retries": 0} | options)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -125,6 +124,8 @@ class Clients:
     """parents: the turns that each turn of the session should extend."""
 
     def __init__(self, url: str, key: str) -> None:
+        import anthropic  # for 1.3 CPU s, in the processes that use it
+
         self.url, self.key, self.parents = url, key, list[int | None]()
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
