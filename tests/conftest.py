@@ -152,7 +152,7 @@ def end_ray_session() -> None:
 
 def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
     """Mark as slow all cases of a test with `drawn(count, always=ids)` but those, and `count` drawn for each
-    commit.
+    commit. With covers=True, more if each value of each parameter needs them.
     """
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -163,12 +163,37 @@ def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
         assert marker is not None
         fixed = {f"{name}[{case}]" for case in marker.kwargs.get("always", ())}
         others = [item for item in cases if item.nodeid not in fixed]
-        kept = random.Random(f"{seed} {name}").sample(
-            others, min(marker.args[0], len(others))
-        )
+        generator = random.Random(f"{seed} {name}")
+        count = min(marker.args[0], len(others))
+        if marker.kwargs.get("covers"):
+            kept = cover_values(others, count, generator)
+        else:
+            kept = generator.sample(others, count)
         for item in others:
             if item not in kept:
                 item.add_marker("slow")
+
+
+def cover_values(
+    cases: list[pytest.Item], count: int, generator: random.Random
+) -> list[pytest.Item]:
+    """Draw at least `count` cases, so that each value of each parameter is in one of them."""
+    shuffled = generator.sample(cases, len(cases))
+    unseen = set().union(*map(parameter_values, shuffled))
+    chosen: list[pytest.Item] = []
+    while unseen:
+        # The first of those with the most new values.
+        case = max(shuffled, key=lambda item: len(parameter_values(item) & unseen))
+        chosen.append(case)
+        unseen -= parameter_values(case)
+    others = [item for item in shuffled if item not in chosen]
+    return chosen + others[: max(0, count - len(chosen))]
+
+
+def parameter_values(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return parameters with their values. Texts of values are equal or not alike in all processes."""
+    parameters = getattr(item, "callspec").params  # noqa: B009  of functions alone
+    return {(name, repr(value)) for name, value in parameters.items()}
 
 
 def leave_runs_to_slow(items: list[pytest.Item], seed: str) -> None:

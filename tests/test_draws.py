@@ -1,16 +1,20 @@
 """Which cases and whole runs a commit draws, and that none is lost."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import (
     RUNS_ALWAYS,
     RUNS_DRAWN,
     leave_cases_to_slow,
     leave_runs_to_slow,
+    parameter_values,
     shuffle_items,
 )
 
@@ -21,6 +25,7 @@ class Case:
     def __init__(self, nodeid: str, **markers: Any) -> None:
         self.nodeid = nodeid
         self.path = Path(nodeid.partition("::")[0])
+        self.callspec: Any = None
         self.markers = markers
 
     def get_closest_marker(self, name: str) -> Any:
@@ -59,6 +64,43 @@ def test_fixed_cases_are_kept_beside_the_drawn_ones_and_a_single_one_always() ->
     (single,) = matrix(3)[:1]
     leave_cases_to_slow([single], "a")
     assert quick([single])
+
+
+def grid(count: int, *sizes: int) -> list[Any]:
+    marker = SimpleNamespace(args=(count,), kwargs={"covers": True})
+    cases = []
+    for values in itertools.product(*map(range, sizes)):
+        case = Case(f"tests/test_a.py::test_b[{values}]", drawn=marker)
+        case.callspec = SimpleNamespace(params=dict(zip("xyz", values, strict=False)))
+        cases.append(case)
+    return cases
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    count=st.integers(1, 12),
+    seed=st.text(max_size=3),
+)
+def test_a_draw_that_covers_has_each_value_of_each_parameter(
+    sizes: list[int], count: int, seed: str
+) -> None:
+    """And no more cases than that needs: one new value each at least."""
+    cases = grid(count, *sizes)
+    leave_cases_to_slow(cases, seed)
+    kept = [case for case in cases if "slow" not in case.markers]
+    values = set().union(*map(parameter_values, cases))
+    assert set().union(*map(parameter_values, kept)) == values
+    assert min(count, len(cases)) <= len(kept) <= max(count, len(values))
+
+
+def test_another_commit_covers_with_other_cases() -> None:
+    drawn = []
+    for seed in ("a", "a", "b"):
+        cases = grid(4, 4, 6)
+        leave_cases_to_slow(cases, seed)
+        drawn.append(quick(cases))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 6
 
 
 @pytest.mark.parametrize("seed", ["a", "b"])
