@@ -40,6 +40,8 @@ from workers.sandbox.pools import SandboxAgentPool
 from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
 from workers.user_code.environments import EnvironmentPool
 
+pytestmark = pytest.mark.drawn(1)
+"""Docker or Podman for each test: both take the same lines. Each line starts an interpreter."""
 ROOT = Path(__file__).parents[3]
 CLIENT = Path(__file__).with_name("fake_container_client.py")
 LIMITS = SandboxLimits(
@@ -356,6 +358,7 @@ def test_a_container_without_python_does_not_start_for_an_agent(program: str) ->
     assert not containers()
 
 
+@pytest.mark.drawn(2, covers=True)
 @pytest.mark.parametrize(
     ("image", "problem"),
     [("tests/gone", "pull tests/gone"), ("", "names no image")],
