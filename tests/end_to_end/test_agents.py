@@ -13,7 +13,7 @@ from ballast.sampling_commands import evaluate, generate
 from controller.observability.report import write_report
 from tests.end_to_end.test_whole_loop import run_loop
 from tests.workers.rollout import agent_model
-from tests.workers.sandbox.conftest import bubblewrap_starts
+from tests.workers.sandbox.conftest import bubblewrap_starts, needs_bubblewrap
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 AGENT = '''
@@ -58,14 +58,15 @@ def run(record, base_url, api_key):
         print(reward := sum(map(ord, answer)) / 1000, file=file)
     return reward
 """
-COMMAND = """
+ASK = """
 record=$(cat)
 body=$(printf '%s' "$record" | sed 's/^{"prompt"/{"messages"/; s/, "number".*/, "model": "any"}/')
-curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
-    -H "Content-Type: application/json" -d "$body" || exit 1
-echo
-echo '{"reward": 0.5, "asked": 1}'
+answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+    -H "Content-Type: application/json" -d "$body") || exit 1
+echo "$answer"
 """
+COMMAND = ASK + """echo '{"reward": 0.5, "asked": 1}'"""
+COUNTING_COMMAND = ASK + """echo '{"reward": '$((${#answer} % 5))', "asked": 1}'"""
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,24 @@ def test_a_command_of_any_language_samples_from_a_configuration(
             {"asked": 1.0},
         ) and "failure" not in line
         assert line["response_tokens"] == len(line["response_ids"]) > 0
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_a_run_trains_on_sessions_of_a_command_in_a_sandbox(
+    agent: list[str], tmp_path: Path
+) -> None:
+    """Only here do a policy's updates follow a command that reaches the gateway by the sandbox's relay."""
+    (tmp_path / "agent.sh").write_text(COUNTING_COMMAND)
+    others = [setting for setting in agent if not setting.startswith("rollout.agent=")]
+    command = f"rollout.agent_command=sh {tmp_path / 'agent.sh'}"
+    sandbox = sandbox_settings(tmp_path)
+    run = run_loop([*others, command, *sandbox, "run.name=sandboxed"])
+    assert len(run.outcome.steps) == 2
+    for step in run.outcome.steps:
+        assert (step["reward/failures"], step["reward/asked"]) == (0, 1)
+        assert step["policy/rollout_mismatch_max"] < 1e-4
+        assert 0 < step["reward/mean"] < 4 and step["policy/grad_norm"] > 0
 
 
 def test_remax_compares_with_a_greedy_session_of_the_same_agent(
