@@ -50,3 +50,18 @@ def test_a_mini_batch_is_part_of_a_step() -> None:
         "num_processes": 2,
     }
     assert of_trl(trl) == Batch(16, 4, Fraction(32), 2)
+
+
+def test_ranks_of_a_sequence_are_not_ranks_of_the_batch_in_roll() -> None:
+    source = {
+        "rollout_batch_size": 16,
+        "num_return_sequences_in_group": 8,
+        "actor_train.training_args.per_device_train_batch_size": 1,
+        "actor_train.training_args.gradient_accumulation_steps": 4,
+        "actor_train.model_args.ulysses_size": 4,
+        "actor_train.device_mapping": "list(range(0,32))",
+    }
+    migration = migrate(source)
+    assert migration.settings["policy.parallel.context_parallel"] == 4
+    assert migration.settings["batch.mini_batches"] == 4
+    assert compare_batch(source, migration) == EQUAL
