@@ -148,6 +148,7 @@ def common(one: str, other: str) -> str:
     return "".join(piece for piece, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+@pytest.mark.drawn(48, covers=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", UNMARKED)
 def test_the_characters_of_turns_are_learned_and_no_other(name: str, kind: str) -> None:

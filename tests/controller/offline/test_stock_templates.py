@@ -180,6 +180,7 @@ def runs(made: Renderer, ids: Any, mask: Any) -> list[str]:
     return [made.tokenizer.decode(part) for part in parts[0 if mask[0] else 1 :: 2]]
 
 
+@pytest.mark.drawn(48, covers=True)
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", UNMARKED)
 def test_the_assistants_words_are_learned_with_their_end(name: str, kind: str) -> None:

@@ -77,6 +77,7 @@ def encoded(tokens: Any, text: str) -> list[int]:
     return list(tokens(text, add_special_tokens=False)["input_ids"])
 
 
+@pytest.mark.drawn(72, covers=True)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("prompt", ["one", "one:\n", "one</s>", "one </s>\n"])
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_special_tokens_stand_around_the_text_alone(
     assert row["input_ids"].tolist() == opening + encoded(tokens, text.removeprefix("<s>"))
 
 
+@pytest.mark.drawn(24, covers=True)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("role", ["user", "tool"])
