@@ -252,8 +252,8 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     if config.run.checkpoint_every:  # the copy being written, and a file of 1 GiB a rank
         parts["checkpoint"] = copied * share / GIB + ranks
     if config.run.peer_copies:
-        # Two generations for each holding node. While the next is sent, a rank's memory and the object store have
-        # it, and with several nodes also the neighbour's object store.
+        # Two generations for each holding node. While the next is sent, a rank's memory and the object store
+        # have it, and with several nodes also the neighbour's object store.
         copies = 4 if ranks == config.training_workers else 7
         parts["peer copies"] = copies * copied * share / GIB
     if (

@@ -14,7 +14,6 @@ import time
 from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,13 @@ from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.placement import check_placement
-from workers.engine.requests import Response, SampleRequest, SampleResult, WeightLoad
+from workers.engine.requests import (
+    Response,
+    SampleRequest,
+    SampleResult,
+    Update,
+    WeightLoad,
+)
 from workers.engine.root_cause import prepare_error_file, root_cause
 from workers.engine.session_record import SessionRecord
 from workers.engine.vllm_interface import (
@@ -63,12 +68,6 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.25
 # Between looks at requests whose keys and values are computed again.
 RECOMPUTE_SECONDS = 0.02
-
-
-class Update(Enum):
-    NONE = "no update goes on"
-    BEGUN = "vLLM's layers wait for weights"
-    RECEIVED = "weights have arrived, and were not put in place"
 
 
 class VllmEngineActor:

@@ -59,8 +59,8 @@ SHARD_BYTES = 2**30
 
 @dataclass(frozen=True)
 class RankCopy:
-    """A rank's state in memory. numbers: of each policy. extra: JSON of the caller. forms: types and shapes of
-    the tensors, by name. tensors: their bytes, uint8, each from a multiple of ALIGNMENT on.
+    """A rank's state in memory. numbers: of each policy. extra: JSON of the caller. forms: types and shapes
+    of the tensors, by name. tensors: their bytes, uint8, each from a multiple of ALIGNMENT on.
     """
 
     numbers: dict[str, Any]
