@@ -38,7 +38,7 @@ def test_tensors_of_all_types_arrive_as_they_were_sent():
 
 def waits_and_copies() -> dict[str, tuple[float, float]]:
     """Of one more micro-batch on the simulated GPU, by pass. In a process that ends."""
-    from tests.benchmarks.roofline import counting
+    from tests.benchmarks.simulated_work import counting
     from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
     from workers.model.engine import TrainingEngine
     from workers.model.losses import Denominators, make_policy_loss
