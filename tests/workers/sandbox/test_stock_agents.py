@@ -26,9 +26,10 @@ curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_A
 echo
 echo '{"reward": 1}'
 """
-PROGRAM = '''
+AGENTS = '''
 import asyncio, json, os, sys
-QUESTION = json.load(sys.stdin)["prompt"]
+RECORD = json.load(sys.stdin)
+QUESTION = RECORD["question"]
 
 
 def add(a: int, b: int) -> str:
@@ -67,12 +68,14 @@ def pydantic_ai():
 def smolagents():
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
     model = OpenAIServerModel("any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-    return ToolCallingAgent(tools=[tool(add)], model=model, max_steps=2, verbosity_level=0).run(QUESTION)
-
-
+    agent = ToolCallingAgent(tools=[tool(add)], model=model, max_steps=2, verbosity_level=0)
+    agent.prompt_templates["system_prompt"] = "You are helpful."
+    return agent.run(QUESTION)
+'''
+PROGRAM = """
 answer = globals()[sys.argv[1]]()
 print(json.dumps({"reward": float("5" in str(answer))}))
-'''
+"""
 
 
 class Gateway(BaseHTTPRequestHandler):
@@ -126,7 +129,7 @@ def test_a_stock_agent_works_in_a_sandbox(
     for folder in [tmp_path, *tmp_path.parents[:3]]:
         folder.chmod(0o755)
     (tmp_path / "agent.sh").write_text(CURL)
-    (tmp_path / "agent.py").write_text(PROGRAM)
+    (tmp_path / "agent.py").write_text(AGENTS + PROGRAM)
     line = f"env PYTHONPATH={PACKAGES} python3 {tmp_path}/agent.py {name}"
     if name == "curl":
         line = f"sh {tmp_path}/agent.sh"
@@ -142,7 +145,7 @@ def test_a_stock_agent_works_in_a_sandbox(
         base_url = f"http://127.0.0.1:{gateway.server_port}/v1"
         try:
             return await pool.run(
-                {"prompt": "What is 2 + 3?"},
+                {"question": "What is 2 + 3?"},
                 session_variables(base_url, base_url[:-3], "secret"),
             )
         finally:
