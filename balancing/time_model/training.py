@@ -25,7 +25,8 @@ OF_PARAMETERS = 21.0
 """Bytes a parameter of a micro-batch: gathered weights are copied, gradients are cast and added."""
 OF_GATHER = 10.0
 """Bytes a parameter of a layer that a GPU without other ranks moves to gather it: float32 is read and
-its cast written (4 + 2), the cast is read and copied (2 + 2). Counted on the simulated GPU (docs/gpu-roofline.md).
+its cast written (4 + 2), the cast is read and copied (2 + 2). Counted on the simulated GPU
+(docs/gpu-roofline.md).
 """
 OF_OPTIMIZER = 36.0
 """Bytes a parameter of AdamW in float32: read weights, gradient (twice) and moments, write weights and

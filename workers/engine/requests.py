@@ -7,7 +7,6 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -248,14 +247,6 @@ class SampleResult:
     @property
     def failed(self) -> bool:
         return self.finish_reason == ERROR
-
-
-class Update(Enum):
-    """How far an engine is with new weights."""
-
-    NONE = "no update goes on"
-    BEGUN = "vLLM's layers wait for weights"
-    RECEIVED = "weights have arrived, and were not put in place"
 
 
 @dataclass(frozen=True)

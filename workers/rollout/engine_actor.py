@@ -26,13 +26,7 @@ from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.placement import check_placement
-from workers.engine.requests import (
-    Response,
-    SampleRequest,
-    SampleResult,
-    Update,
-    WeightLoad,
-)
+from workers.engine.requests import Response, SampleRequest, SampleResult, WeightLoad
 from workers.engine.root_cause import prepare_error_file, root_cause
 from workers.engine.session_record import SessionRecord
 from workers.engine.vllm_interface import (
@@ -45,6 +39,7 @@ from workers.engine.vllm_interface import (
     unfinished_tokens,
 )
 from workers.engine.weights import left_groups
+from workers.engine.weights.update_state import Update
 from workers.engine.weights.weight_delta import Payload, WeightFile
 from workers.engine.weights.weight_transfer import private_file
 from workers.episodes.episode import Episode

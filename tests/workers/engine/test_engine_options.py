@@ -12,8 +12,8 @@ from tests.refusals import refused
 from workers.config.roles import ModelConfig, RolloutConfig
 from workers.engine.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
 from workers.engine.kept_caches import KeptCaches
-from workers.engine.requests import Update
 from workers.engine.vllm_interface import PREFILL_TOKENS, engine_arguments
+from workers.engine.weights.update_state import Update
 from workers.rollout.engine_actor import VllmEngineActor
 
 REQUIRED = [

@@ -140,7 +140,7 @@ def measure_more(case: Case, folder: Path) -> dict[str, More]:
 
 
 def second_micro_batch(run: Callable[[int], Any]) -> More:
-    from tests.benchmarks.roofline import counting
+    from tests.benchmarks.simulated_work import counting
 
     works = []
     for count in (1, 2):
