@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.controller.stand_ins.ledger import Ledger
 from tests.controller.stand_ins.local_ray import LocalActor, LocalRay, NeverReturnsError
 from workers.batch.metrics import Metric, Metrics
 from workers.batch.score import Score
@@ -37,46 +38,6 @@ FIRST_LOG_PROB, MOVE = (
     -1.0,
     -0.25,
 )  # of a token at the first weights, and what an optimiser step does to it
-
-
-class OverlapError(Exception):
-    """Two owners would use the memory of one GPU at the same time."""
-
-
-class Ledger:
-    """owned: {(gpu, owner): what}. events: (actor, what it did), in order."""
-
-    def __init__(self) -> None:
-        self.owned: dict[tuple[int, str], set[str]] = {}
-        self.events: list[tuple[str, str]] = []
-
-    def record(self, actor: str, what: str) -> None:
-        self.events.append((actor, what))
-
-    def take(
-        self, gpus: Sequence[int], owner: str, what: str, *, beside: Sequence[str]
-    ) -> None:
-        """Raises OverlapError if anybody else owns anything there but what is named in `beside`."""
-        for gpu in gpus:
-            for (where, other), held in self.owned.items():
-                if where == gpu and other != owner and held - set(beside):
-                    raise OverlapError(
-                        f"GPU {gpu}: {owner} takes {what} while {other} has {sorted(held)}"
-                    )
-            self.owned.setdefault((gpu, owner), set()).add(what)
-
-    def give(self, gpus: Sequence[int], owner: str, *what: str) -> None:
-        for gpu in gpus:
-            self.owned.get((gpu, owner), set()).difference_update(what)
-
-    def forget(self) -> None:
-        """All processes have ended."""
-        self.owned.clear()
-
-    def of(self, *prefixes: str) -> list[str]:
-        """What actors whose names begin so did, repetitions in a row once."""
-        found = [what for actor, what in self.events if actor.startswith(prefixes)]
-        return [what for i, what in enumerate(found) if i == 0 or what != found[i - 1]]
 
 
 WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
