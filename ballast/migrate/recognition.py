@@ -49,9 +49,14 @@ PROGRAMS = {
 LEAST_SHARE = 0.1
 """Of all keys. Files with a model's shape have one key in the table among forty."""
 COMMON_WORDS = frozenset(
-    [
+    (
         "batch_size",
+        "data_parallel_size",
         "dtype",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "max_model_len",
         "max_steps",
         "model",
         "optim",
@@ -59,7 +64,8 @@ COMMON_WORDS = frozenset(
         "seed",
         "tensor_parallel_size",
         "tools",
-    ]
+        "trust_remote_code",
+    )
 )
 """Keys of one system in the table, and of others outside of it."""
 

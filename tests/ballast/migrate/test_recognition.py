@@ -77,7 +77,7 @@ def test_a_command_that_trains_nothing_is_refused_by_its_name(
         ({"model": "m", "port": 5000}, "it may be"),
         ({"tools": [{"class_name": "Search"}]}, "it may be TRL"),
         (
-            {"tensor-parallel-size": 8, "dtype": "auto", "seed": 1, "port": 80},
+            {"tensor-parallel-size": 8, "dtype": "auto", "seed": 1, "max-model-len": 9},
             "it may be TRL",
         ),
         (
