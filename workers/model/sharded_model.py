@@ -21,6 +21,7 @@ from workers.chat_templates import read_template
 from workers.config.model import RECOMPUTED
 from workers.config.roles import ModelConfig, ParallelConfig
 from workers.errors import ConfigError
+from workers.model.adapter_products import join_adapter_products
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion, Shard
 from workers.model.checkpoint.export import (
     FILE_BYTES,
@@ -219,6 +220,8 @@ class ShardedModel:
             from workers.model.batch_invariant.qwen3 import compute_as_engines
 
             compute_as_engines(self.module, self.device)
+        if self.has_adapters and not compiled and self.parallel.tensor.size() == 1:
+            join_adapter_products(self.module.model)
         tower = self.module.tower_blocks
         layers = self.module.layers
         checkpoint_layers(
