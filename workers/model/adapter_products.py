@@ -31,9 +31,9 @@ def join_adapter_products(model: nn.Module) -> None:
     from peft.tuners.lora.layer import Linear
 
     layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and not module.lora_variant
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear) and not layer.lora_variant
     }
     joined = set()
     for parent, _ in model.named_modules():
