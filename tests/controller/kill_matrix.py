@@ -15,7 +15,11 @@ Moment = tuple[str, str, int]
 
 CHANGED_BY_LOSSES = ("time/", "throughput/", "restarts/", "checkpoint/")
 CHANGED_BY_LOSSES += ("rollout/samples_retried", "rollout/engine_idle_share")
-CHANGED_BY_LOSSES += ("rollout/trainer_idle_share", "rollout/weights_whole")
+CHANGED_BY_LOSSES += (
+    "rollout/trainer_idle_share",
+    "rollout/weights_whole",
+    "rollout/engines",
+)
 
 
 def score_tokens(_: StandInReward, block: Any, requests: Sequence[Any]) -> list[Score]:

@@ -72,7 +72,7 @@ def test_engines_are_added_and_lost_while_samples_are_made_ahead(
     stand_ins: StandIns, run: Run
 ) -> None:
     stand_ins.free_gpus += [[7]]
-    dead = kill_once(stand_ins, "rollout 0", "generate", 13)
+    dead = kill_once(stand_ins, "rollout 0", "generate", 20)
     finished = run(*BASE, "rollout.replicas=1..2", "rollout.max_staleness=1")
     assert dead == ["rollout 0"]
     steps = recorded(finished)[1:]

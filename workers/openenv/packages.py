@@ -19,6 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from workers.errors import LONGEST_QUOTE, ConfigError, quote
 from workers.openenv.server import check_url
+from workers.user_code.process import end_with_parent
 
 VERSION_CONTROL = ("git+", "hg+", "svn+", "bzr+")  # pip's
 NOT_SOURCE = ("build", "__pycache__")  # an installation writes them into the folder
@@ -116,6 +117,7 @@ def _run(command: list[str], name: str) -> None:
         env=foreign_environment(),
         text=True,
         errors="replace",
+        preexec_fn=end_with_parent,
     )
     if process.returncode:
         raise ConfigError(

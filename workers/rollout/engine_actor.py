@@ -145,7 +145,7 @@ class VllmEngineActor:
 
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
         prepare_error_file()
-        left_groups.prepare_file()
+        self._left_groups = left_groups.prepare_file()
         try:
             # In a thread, so that `stop` and `pids` answer while the engine loads.
             engine = await asyncio.to_thread(self._build)
@@ -365,7 +365,7 @@ class VllmEngineActor:
 
     async def leave_group(self) -> None:
         """Leave the transfer group, of which a member was lost, also in the middle of a broadcast."""
-        left_groups.leave(self._groups)
+        left_groups.leave(self._left_groups, self._groups)
 
     async def begin_update(self) -> None:
         """Hold requests and prepare for weights, also after an update that ended for a lost engine's sake."""

@@ -169,7 +169,7 @@ class LocalRay:
 
     def get_runtime_context(self) -> Any:
         node = self.running[-1].node if self.running else DRIVERS_NODE
-        return SimpleNamespace(get_node_id=lambda: node)
+        return SimpleNamespace(get_node_id=lambda: node, runtime_env=None)
 
     def lose_node(self, node: str) -> list[str]:
         """Let all actors on a node die. Returns their names."""

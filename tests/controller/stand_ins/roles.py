@@ -208,7 +208,7 @@ class Engines:
             log,
             {0: None},
             False,
-            Fleet(0, RestartBudget(0)),
+            Fleet(1, RestartBudget(0)),
         )
         self._sleep_told = False
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []

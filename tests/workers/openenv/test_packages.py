@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -144,7 +145,9 @@ def test_a_server_that_does_not_start_again_is_named_in_later_episodes(
             await pool.stop()
 
     opened, crashed, _, refused_later = asyncio.run(play_on())
-    assert opened[1].reward == 1.0 and "13th floor" in crashed[-1]
+    assert opened[1].reward == 1.0
+    # The next server may have ended already, and then its line is the last.
+    assert re.search(r"13th floor|has ended: it is closed", crashed[-1])
     assert refused_later == [
         f"rollout.environment: the server of {package} ended at its start: it is closed"
     ]

@@ -675,7 +675,8 @@ def test_a_placement_that_needs_gpus_is_refused_before_an_engine_starts(
 ) -> None:
     if ray.cluster_resources().get("GPU"):
         pytest.skip("this machine has a GPU")
-    actor = actor_of(0, tiny_model_path, RolloutConfig(), {}, placement="apart")
+    model = ModelConfig(path=str(tiny_model_path))
+    actor = actor_of(0, model, RolloutConfig(), {}, placement="apart")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"rollout\.placement=apart"):
         ray.get(actor.start.remote())
     assert len(ray.get(actor.pids.remote())) == 1

@@ -15,15 +15,16 @@ FILE = "BALLAST_LEFT_GROUPS"
 LOOK_SECONDS = 0.2
 
 
-def prepare_file() -> None:
-    """Name a file in memory, which ends with this process. Call before vLLM starts processes."""
-    if FILE not in os.environ:
-        os.environ[FILE] = f"/proc/{os.getpid()}/fd/{os.memfd_create('left-groups')}"
+def prepare_file() -> Path:
+    """Make a file in memory, which ends with this process. Call before vLLM starts processes."""
+    path = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('left-groups')}")
+    os.environ[FILE] = str(path)
+    return path
 
 
-def leave(group: int) -> None:
+def leave(file: Path, group: int) -> None:
     """Let processes of the engine leave this group and earlier ones. group: counted from 1."""
-    Path(os.environ[FILE]).write_text(str(group))
+    file.write_text(str(group))
 
 
 def last_left_group() -> int:

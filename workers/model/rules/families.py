@@ -207,6 +207,15 @@ def head_sizes(config: Any) -> frozenset[int]:
     without attention.
     """
     text = config.get_text_config()
+    if getattr(
+        text, "is_heterogeneous", False
+    ):  # its layers differ, and only they may be asked
+        sizes = [_head_sizes_of_a_layer(layer) for layer in text.per_layer_config]
+        return frozenset().union(*sizes)
+    return _head_sizes_of_a_layer(text)
+
+
+def _head_sizes_of_a_layer(text: Any) -> frozenset[int]:
     nope = getattr(text, "qk_nope_head_dim", None)
     if nope is not None:  # latent attention, whose `head_dim` is only the rotated part
         return frozenset({max(nope + text.qk_rope_head_dim, text.v_head_dim)})

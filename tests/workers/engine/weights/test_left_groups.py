@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,12 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
-def file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(left_groups.FILE, "")
-    monkeypatch.delenv(left_groups.FILE)
-    left_groups.prepare_file()
+def file(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(left_groups.FILE, "")  # so that it is taken back at the end
+    return left_groups.prepare_file()
 
 
-def test_a_process_below_reads_the_newest_group() -> None:
+def test_a_process_below_reads_the_newest_group(file: Path) -> None:
     program = (
         "from workers.engine.weights.left_groups import last_left_group as newest;"
         "print(newest(), flush=True); input(); print(newest(), flush=True)"
@@ -32,8 +32,8 @@ def test_a_process_below_reads_the_newest_group() -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "0\n"
-        left_groups.leave(12)
-        left_groups.leave(3)
+        left_groups.leave(file, 12)
+        left_groups.leave(file, 3)
         assert child.communicate("\n")[0] == "3\n"
 
 
@@ -43,13 +43,13 @@ def test_without_an_actor_no_group_is_left(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("left_before", [True, False])
-def test_a_member_leaves_when_it_is_told(left_before: bool) -> None:
+def test_a_member_leaves_when_it_is_told(file: Path, left_before: bool) -> None:
     aborted = threading.Event()
     if left_before:
-        left_groups.leave(2)
+        left_groups.leave(file, 2)
     with GroupWatch(2, WAIT_S, aborted.set) as watch:
         if not left_before:
-            left_groups.leave(2)
+            left_groups.leave(file, 2)
         assert aborted.wait(WAIT_S / 2)
     assert "was lost" in watch.reason
 
@@ -61,8 +61,8 @@ def test_a_member_leaves_after_the_time_out() -> None:
     assert "resources.collective_timeout_s=0.01 s" in watch.reason
 
 
-def test_a_member_of_a_later_group_stays() -> None:
-    left_groups.leave(1)
+def test_a_member_of_a_later_group_stays(file: Path) -> None:
+    left_groups.leave(file, 1)
     looks = threading.Semaphore(0)
     aborted = threading.Event()
 

@@ -33,6 +33,7 @@ from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.rows.packing import ModelInput, pack, pad
 from workers.model.rules.families import (
     features_of_file,
+    head_sizes,
     logit_factor,
     required_features,
     uncomputed_features,
@@ -341,3 +342,8 @@ def test_packed_in_bfloat16_is_as_near_to_the_exact_log_probs_as_unpacked(family
     noise = (unpacked(narrow, sequences).log_probs - exact).abs().mean()
     assert noise > 1e-3
     assert (packed(narrow, sequences).log_probs - exact).abs().mean() < 1.1 * noise
+
+
+def test_sizes_of_heads_are_read_where_layers_differ() -> None:
+    """Plain access of `head_dim` raises for Gemma 4, whose layers have their own."""
+    assert head_sizes(transformers.CONFIG_MAPPING["gemma4_text"]()) == {256, 512}
