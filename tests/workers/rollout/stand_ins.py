@@ -6,11 +6,13 @@ policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles]
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,7 +274,7 @@ class BareReplica:
         self._engine.init_transfer_engine(self._engine.parse_init_info(info))
 
     def leave_group(self) -> None:
-        left_groups.leave(self._groups)
+        left_groups.leave(Path(os.environ[left_groups.FILE]), self._groups)
 
     def begin_update(self) -> None:
         self.heard.append("begin")

@@ -3,6 +3,7 @@
 """
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -461,7 +462,6 @@ def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
     communicator = Communicator(2)
     backend = BACKENDS[placement]
     left_groups.prepare_file()
-    left_groups.leave(0)  # of replicas before in this process
     survivor, dying = BareReplica(backend), BareReplica(backend, dies_at=2)
     with sending(policy, [survivor, dying], placement, communicator) as send:
         lost = send(1)
@@ -470,6 +470,9 @@ def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
     change_all(policy)
     with sending(policy, [survivor], placement, Communicator(1)) as send:
         send(2)
+    del os.environ[
+        left_groups.FILE
+    ]  # replicas of later tests in this process have left no group
     current = dict(policy.named_weights(torch.float32))
     return {
         "lost": lost,
