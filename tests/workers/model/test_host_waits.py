@@ -264,6 +264,7 @@ WITHOUT_WAITS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", WITHOUT_WAITS)
 def test_the_host_waits_for_no_micro_batch(
     name: str, rank: ProcessPoolExecutor, tmp_path: Path
