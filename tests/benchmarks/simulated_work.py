@@ -254,12 +254,11 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
         _is_fused[0] = not is_alone
 
     compiled_layers.BACKEND = backend(count, alone)
-    FakeGpu.ignore_compile_internals = classmethod(
-        lambda _: True
-    )  # otherwise dynamo skips what runs under a mode
+    # Otherwise dynamo skips what runs under a mode.
+    FakeGpu.ignore_compile_internals = classmethod(lambda _: True)
     passes = [
-        torch.compile(each, backend=compiled_layers.BACKEND)
-        for each in (logprobs._predict, logprobs._differentiate)
+        torch.compile(chunk_pass, backend=compiled_layers.BACKEND)
+        for chunk_pass in (logprobs._predict, logprobs._differentiate)
     ]
     logprobs._chunk_functions = lambda *_: passes
     sharded_model.compiles = lambda *_, **__: layers
@@ -308,12 +307,12 @@ def micro_batch(layers: int, kind: MicroBatch) -> Work:
         )
 
     update(1)
-    found = []
+    works = []
     for count in (1, 2):
         with counting() as work:
             update(count)
-        found.append(work)
-    return found[1].plus(found[0], -1)
+        works.append(work)
+    return works[1].plus(works[0], -1)
 
 
 def measure(kind: MicroBatch, answer: Any) -> None:

@@ -39,5 +39,5 @@ class Ledger:
 
     def of(self, *prefixes: str) -> list[str]:
         """What actors whose names begin so did, repetitions in a row once."""
-        found = [what for actor, what in self.events if actor.startswith(prefixes)]
-        return [what for i, what in enumerate(found) if i == 0 or what != found[i - 1]]
+        deeds = [deed for actor, deed in self.events if actor.startswith(prefixes)]
+        return [deed for i, deed in enumerate(deeds) if i == 0 or deed != deeds[i - 1]]
