@@ -220,9 +220,8 @@ class Classes:
         least = self._fastest(degree // 2, start)[0]
         for stop, time in self._micro_steps(degree, start):
             evenly = time + float(self._work[1][-1] - self._work[1][stop]) / self._ranks
-            if (
-                evenly >= least * (1 + SLACK) or attempts > STEPS_TRIED[-1]
-            ):  # later cuts are slower still
+            # Later cuts are slower still.
+            if evenly >= least * (1 + SLACK) or attempts > STEPS_TRIED[-1]:
                 return
             if self.least[stop] <= degree // 2 and stop < len(self._sizes):
                 attempts += 1
@@ -258,9 +257,8 @@ class Classes:
         )
         stop = max(start + 1, int(min(full, held)))
         apart = start + blocks
-        if (
-            stop > apart and self._sizes[apart] > self._cap * degree // 2
-        ):  # no two of these fit together
+        # No two of these fit together.
+        if stop > apart and self._sizes[apart] > self._cap * degree // 2:
             stop = apart
         return stop, level
 

@@ -213,9 +213,8 @@ def _attention(fields: Fields, kind: str, shares: bool) -> LayerCounts:
 
 def key_value_heads(fields: Fields, heads: int) -> int:
     """Return the heads of keys and values."""
-    if fields.get("multi_query") and not fields.get(
-        "new_decoder_architecture"
-    ):  # Falcon-7B, StarCoder
+    # Falcon-7B, StarCoder.
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     return fields.integer("num_key_value_heads", default=heads)
 

@@ -453,9 +453,8 @@ def _scheduled(
         return schedule_rank_locally(
             settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request
         ), rows
-    ordered = rows[
-        np.lexsort((rows, -sizes[rows], -workloads[rows]))
-    ]  # the given order does not matter
+    # The given order does not matter.
+    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]
     work = _work(ordered, batch, settings)
     if settings.order == "makespan" and settings.pipeline is not None:
         return schedule_on_pipeline(work, request, settings.pipeline), ordered

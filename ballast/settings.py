@@ -90,9 +90,8 @@ _Dumper.add_representer(
 
 
 def _yaml(key: str, value: Any) -> str:
-    plain = (
-        value.item() if getattr(value, "ndim", 1) == 0 else value
-    )  # a NumPy number, as from a sweep
+    # A NumPy number, as from a sweep.
+    plain = value.item() if getattr(value, "ndim", 1) == 0 else value
     try:
         return yaml.dump(
             str(plain) if isinstance(plain, Path) else plain,

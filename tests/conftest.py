@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from tests.workers.model.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "RAY_worker_niceness", "0"
-)  # at Ray's own, 15, a run hardly goes on beside anything else
+# At Ray's own, 15, a run hardly goes on beside anything else.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # How long an example takes is the machine's affair. The same examples everywhere: what passes here passes in
 # CI, and `make test-slow` draws others.
 hypothesis.settings.register_profile("repeated", deadline=None, derandomize=True)
@@ -221,9 +220,8 @@ def one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     one.
     """
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(
-            1
-        )  # a first test may have imported it and let a rank set the count
+        # A first test may have imported it and let a rank set the count.
+        sys.modules["torch"].set_num_threads(1)
         monkeypatch.setattr(sys.modules["torch"], "set_num_threads", lambda count: None)
 
 
@@ -296,9 +294,8 @@ def start_ray() -> None:
     import ray
 
     reports = {"metrics_report_interval_ms": 1000}  # the shortest; tests wait for reports
-    patience = {
-        "worker_register_timeout_seconds": 300
-    }  # the first fork waits for the server's imports
+    # The first fork waits for the server's imports.
+    patience = {"worker_register_timeout_seconds": 300}
     ray.init(
         address="local",
         num_cpus=8,
@@ -318,9 +315,8 @@ def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(
-        "controller.lifecycle.model_checks.MOST_BYTES", 2**28
-    )  # the hub's models are zeros here
+    # The hub's models are zeros here.
+    monkeypatch.setattr("controller.lifecycle.model_checks.MOST_BYTES", 2**28)
     write_documentation_workspace(tmp_path)
     return tmp_path
 

@@ -369,12 +369,10 @@ class Trial:
             replace_code(path, replacements)
             for item, following in zip(tests, [*tests[1:], None], strict=True):
                 seconds = self.seconds[item.nodeid]
-                signal.setitimer(
-                    signal.ITIMER_PROF, 5.0 + 5 * seconds
-                )  # of CPU, in an endless loop
-                signal.setitimer(
-                    signal.ITIMER_REAL, 60.0 + 10 * seconds
-                )  # in an endless wait
+                # Of CPU, in an endless loop.
+                signal.setitimer(signal.ITIMER_PROF, 5.0 + 5 * seconds)
+                # In an endless wait.
+                signal.setitimer(signal.ITIMER_REAL, 60.0 + 10 * seconds)
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if self.session.testsfailed:
                     return False
@@ -391,9 +389,8 @@ class Trial:
                 os.setsid()
                 passed = run()
             except BaseException:
-                (self.tree / "fork.txt").write_text(
-                    traceback.format_exc()
-                )  # pytest captures what is printed
+                # pytest captures what is printed.
+                (self.tree / "fork.txt").write_text(traceback.format_exc())
             finally:
                 os._exit(0 if passed else 1)
         end = time.monotonic() + limit_s

@@ -286,11 +286,8 @@ def reached(kind: type, methods: set[str]) -> dict[str, str]:
     return sources
 
 
-ON_GPUS_ALONE = {
-    "sleep",
-    "wake_up",
-    "init_weight_transfer_engine",
-}  # there the engine is never a thread
+# There the engine is never a thread.
+ON_GPUS_ALONE = {"sleep", "wake_up", "init_weight_transfer_engine"}
 
 
 def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> None:
@@ -431,6 +428,5 @@ def test_ray_prints_the_output_of_actors_in_threads_of_these_names() -> None:
 
     source = inspect.getsource(worker.connect)
     assert [name for name in RAYS_THREADS if f'name="{name}"' not in source] == []
-    assert "sys.stdout" in inspect.getsource(
-        worker.print_to_stdstream
-    )  # looked up when it prints
+    # Looked up when it prints.
+    assert "sys.stdout" in inspect.getsource(worker.print_to_stdstream)

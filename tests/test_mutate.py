@@ -105,9 +105,8 @@ def test_mirrored_tests_stand_where_the_file_stands() -> None:
     assert "tests/balancing/search/test_packing.py" in mirrored
     assert not set(mirrored) & set(others)
     mirrored, _ = files_that_test(Path("workers/model/losses/value.py"), Path.cwd())
-    assert (
-        "tests/workers/model/test_value_head.py" in mirrored
-    )  # by the names that the package exports
+    # By the names that the package exports.
+    assert "tests/workers/model/test_value_head.py" in mirrored
 
 
 def test_quick_tests_are_those_without_a_marker_that_pytest_knows(

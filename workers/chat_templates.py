@@ -12,10 +12,8 @@ from typing import Any
 from workers.errors import ConfigError
 from workers.json_file import read_json
 
-DEFAULT, TOOLS = (
-    "default",
-    "tool_use",
-)  # names of the templates for prompts without and with tools
+# Names of the templates for prompts without and with tools.
+DEFAULT, TOOLS = ("default", "tool_use")
 OF_EVERY_TEMPLATE = {
     "messages",
     "add_generation_prompt",

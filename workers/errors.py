@@ -94,9 +94,8 @@ def _escape(char: str) -> str:
 def one_line(error: BaseException) -> str:
     """Write an error as a command prints it: one line, without characters that steer a terminal."""
     text = str(error)
-    if (
-        isinstance(error, OSError) and error.strerror
-    ):  # `[Errno 13] Permission denied: ...` otherwise
+    # `[Errno 13] Permission denied: ...` otherwise.
+    if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename or 'a file'}: {error.strerror}."
     return without_control(text.replace("\n", "\\n"))
 

@@ -8,9 +8,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-HEAD_BYTES = (
-    2**16
-)  # of a request's line and headers, which no library here limits in time and size
+# Of a request's line and headers, which no library here limits in time and size.
+HEAD_BYTES = 2**16
 HEAD_SECONDS = 20.0
 MOST_CONNECTIONS = 4096
 REASONS = {

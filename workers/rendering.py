@@ -47,10 +47,8 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 
 Options = dict[str, Any]
 """Of `apply_chat_template`: `tools`, JSON schemas, and variables of the template by name."""
-CONTROLS = {
-    "add_generation_prompt",
-    "continue_final_message",
-}  # options that this module sets
+# Options that this module sets.
+CONTROLS = {"add_generation_prompt", "continue_final_message"}
 LONGEST_RENDERED = (
     20_000_000  # characters: above any model's context, and tokenized within a minute
 )

@@ -51,9 +51,8 @@ def try_loss(
     )
     from workers.model.rows.packing import pack, with_work
 
-    loss = make_policy_loss(
-        replace(config, distillation=DistillationConfig())
-    )  # it needs a model
+    # It needs a model.
+    loss = make_policy_loss(replace(config, distillation=DistillationConfig()))
     mask = torch.tensor([False, True, True, False, True, True, True])
     token_columns: dict[str, torch.Tensor] = dict.fromkeys(tokens, -torch.ones(len(mask)))
     token_columns |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}

@@ -89,9 +89,8 @@ def _headline(plan: Plan) -> str:
     above = numbers["over_bound"]
     steps = _count(sum(part.steps for part in plan.mini_batches), "micro-step")
     compared = f" (at best {(1 + over) / (1 + above) - 1:.2%} in as many micro-steps)"
-    if (
-        plan.shared_prefixes is not None
-    ):  # the bound may be below this plan's workload / ranks
+    # The bound may be below this plan's workload / ranks.
+    if plan.shared_prefixes is not None:
         compared = (
             f", and {above:.2%} longer than a lower bound for as many micro-steps, in which shared prefixes "
             "are computed again only where caps and ranks force it"

@@ -266,9 +266,8 @@ def _deal_singly(
     heapq.heapify(heap)
     passed = heap[:0]
     for sequence in range(len(sizes)):
-        if (
-            len(sizes) - sequence == empty
-        ):  # the last sequences go to micro-batches that have none
+        # The last sequences go to micro-batches that have none.
+        if len(sizes) - sequence == empty:
             heap = [(excess, group) for excess, group in heap if members[group] == 0]
             heapq.heapify(heap)
         while len(heap) > 0:

@@ -169,9 +169,8 @@ class SharedPrefixes:
 
     def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
         rows = self.in_order(micro_batch)
-        again = np.zeros(
-            len(rows), np.bool_
-        )  # not the first of its group in its micro-batch
+        # Not the first of its group in its micro-batch.
+        again = np.zeros(len(rows), np.bool_)
         again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (
             np.diff(micro_batch[rows]) == 0
         )

@@ -85,9 +85,8 @@ def schedule_with_prefixes(
         if schedule.time(prefixes.computed(weights, schedule.grouping.group_of)) < time:
             best = schedule
             time = schedule.time(prefixes.computed(weights, schedule.grouping.group_of))
-    if (
-        best is not None and time <= least_of_prompts
-    ):  # single sequences would have to meet by chance
+    # Single sequences would have to meet by chance.
+    if best is not None and time <= least_of_prompts:
         return best
     alone = _in_groups(sizes, weights, of_prompts, request)
     if (
@@ -232,9 +231,8 @@ class _Filling:
         """Return the micro-batches of the shortest time above `bound` that fits, if below all
         times so far.
         """
-        work = float(
-            self._computed(np.arange(len(self._groups.own))).sum()
-        )  # enough for any micro-batch
+        # Enough for any micro-batch.
+        work = float(self._computed(np.arange(len(self._groups.own))).sum())
         longest = (
             self._lowest_time
             if np.isfinite(self._lowest_time)
@@ -414,10 +412,8 @@ def _place(
         if load < least or not (fits or (fullest < 0 and divisible and wide >= most)):
             continue
         if node < leaves:
-            nodes[depth], nodes[depth + 1] = (
-                2 * node,
-                2 * node + 1,
-            )  # the empty one is the last
+            # The empty one is the last.
+            nodes[depth], nodes[depth + 1] = (2 * node, 2 * node + 1)
             depth += 2
             continue
         place = node - leaves

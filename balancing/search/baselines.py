@@ -94,9 +94,8 @@ def schedule_rank_locally(
     for rows, grouping in zip(ranks, local, strict=True):
         count = min(steps, len(rows))
         local_grouping = cut(sizes[rows], request.caps, count) if count else grouping
-        if (
-            local_grouping.count != count
-        ):  # as many sets may exceed a cap, so halve the fewer ones
+        # As many sets may exceed a cap, so halve the fewer ones.
+        if local_grouping.count != count:
             local_grouping = spread(grouping, sizes[rows], count)
         ordered = heaviest_first(local_grouping, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])

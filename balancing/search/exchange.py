@@ -271,9 +271,8 @@ def _best_exchange(
         light = -1
         ascending = counts[:0]
         for position in range(min(partners, len(loads))):
-            if (
-                position == PARTNERS
-            ):  # mostly the first few suffice, beyond them sorting pays
+            # Mostly the first few suffice, beyond them sorting pays.
+            if position == PARTNERS:
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
                 light = _next_lightest(loads, light)

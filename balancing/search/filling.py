@@ -37,9 +37,8 @@ def fill_lightest(
     for index in order:
         smallest = min(smallest, sizes[index])
     room = np.full(bins, max_tokens, np.int64)
-    heap = [
-        (0.0, 0, position) for position in range(bins)
-    ]  # (load, sequences, bin) of bins that may grow
+    # (load, sequences, bin) of bins that may grow.
+    heap = [(0.0, 0, position) for position in range(bins)]
     passed = heap[:0]
     for index in order:
         while len(heap) > 0 and room[heap[0][2]] < sizes[index]:

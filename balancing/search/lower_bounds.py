@@ -31,9 +31,8 @@ def _martello_toth(sizes: Integers, capacity: int) -> int:
     """
     ascending = np.sort(sizes)
     total_before = np.concatenate([[0], np.cumsum(ascending)])
-    half = int(
-        np.searchsorted(ascending, capacity // 2, side="right")
-    )  # items above half start here
+    # Items above half start here.
+    half = int(np.searchsorted(ascending, capacity // 2, side="right"))
     thresholds = np.concatenate([[0], np.unique(ascending[:half])])
     alone_start = np.maximum(
         np.searchsorted(ascending, capacity - thresholds, side="right"), half

@@ -59,9 +59,8 @@ def partition(
         raise CountError(
             f"k={sets} is more than the {checked.size} weights. Lower k or set allow_empty=True."
         )
-    order = _heaviest_first(
-        checked
-    )  # except for ties, the given order then does not matter
+    # Except for ties, the given order then does not matter.
+    order = _heaviest_first(checked)
     set_of = np.empty(checked.size, np.int64)
     set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
     return Grouping(set_of, sets).members()
@@ -278,9 +277,8 @@ def _join(
         following[last[light]], last[light] = heavy, last[heavy]
         sums[light] += sums[heavy]
     heads = rows[full][np.argsort(-sums[rows[full]], kind="mergesort")]
-    for position in range(
-        len(heads)
-    ):  # Numba takes seconds to compile the assignment of a whole row
+    # Numba takes seconds to compile the assignment of a whole row.
+    for position in range(len(heads)):
         rows[full, position] = heads[position]
 
 

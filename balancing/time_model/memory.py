@@ -57,9 +57,8 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
     )
     whole_gradients = held if layout.defer_gradient_reduction else kept / sharded
     gradients = 4 * layer + 4 * whole_gradients * shape.trained_share
-    width = (
-        (shape.active - words) / shape.layers / shape.hidden
-    )  # of all products of a layer
+    # Of all products of a layer.
+    width = (shape.active - words) / shape.layers / shape.hidden
     token = layout.max_tokens * shape.hidden * size
     layer_activations = ACTIVATIONS * width * token / shape.hidden / layout.tp
     streams = STREAMS[layout.recomputed] * token

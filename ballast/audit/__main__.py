@@ -91,9 +91,10 @@ def _check(steps: Sequence[Source], models: Sequence[str], *, as_json: bool) -> 
         if models:
             from transformers.utils import logging
 
+            # torch and transformers.
             from ballast.audit.model_checks import (
                 check_with_models,
-            )  # torch and transformers
+            )
 
             logging.disable_progress_bar()
             findings += check_with_models(bundle, models)

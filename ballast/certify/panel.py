@@ -157,9 +157,8 @@ def blind_policies(subject: Subject, drawn: Sequence[Drawn]) -> list[Policy]:
     characters = subject.config.rollout.sampling.max_new_tokens * CHARACTERS_PER_TOKEN
     characters = min(characters, LONGEST_REPETITION)
     repeated: list[str | None] = [unit * (characters // len(unit)) for unit in UNITS]
-    repeated += [None] * (
-        len(drawn) - len(repeated)
-    )  # long texts are slow to score: each once
+    # Long texts are slow to score: each once.
+    repeated += [None] * (len(drawn) - len(repeated))
     judge = subject.config.reward.judge.prompt if subject.config.uses_judge else JUDGE
     texts: dict[str, Callable[[Record], str]] = {
         "empty": lambda record: "",

@@ -31,13 +31,8 @@ from workers.roles.base import Worker
 REDUCED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 REPEATS = 5
 SLOW_GB_PER_S = 5.0  # bytes of an all-reduce over GPUs
-TOKENS = (
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    *string.ascii_letters,
-    *string.digits,
-)  # vocabulary of the tiny model
+# Vocabulary of the tiny model.
+TOKENS = ("<pad>", "<eos>", "<unk>", *string.ascii_letters, *string.digits)
 SETTINGS = (
     *("run.name=doctor", "run.steps=2", "run.checkpoint_every=0", "run.max_restarts=0"),
     *("tracking.tensorboard=false", "tracking.timeline=false"),
@@ -80,9 +75,8 @@ class LinkWorker(Worker):
             dist.barrier()
             start = time.perf_counter()
             dist.all_reduce(numbers)
-            largest = max(
-                largest, float(numbers.max())
-            )  # on a GPU this waits for the result
+            # On a GPU this waits for the result.
+            largest = max(largest, float(numbers.max()))
             durations.append(time.perf_counter() - start)
         return median(durations[1:]), largest
 

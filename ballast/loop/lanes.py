@@ -47,9 +47,8 @@ class Lanes:
         """colocated: engines and ranks share GPUs, so that training waits for samples."""
         self._engines = engines
         self._colocated = colocated
-        self._orders: queue.SimpleQueue[_Order | bool] = (
-            queue.SimpleQueue()
-        )  # True wakes, False ends
+        # True wakes, False ends.
+        self._orders: queue.SimpleQueue[_Order | bool] = queue.SimpleQueue()
         self._waiting = list[_Order]()
         self._rounds = list[tuple[SamplingRound, _Order]]()
         self._both = threading.Lock()

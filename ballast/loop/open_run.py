@@ -364,9 +364,8 @@ class OpenRun:
         }
 
     def _forward(self, method: Any, batch: RemoteBatch, pass_name: str) -> PassResult:
-        if (
-            pass_name not in self.config.limits
-        ):  # of a LoRA policy's reference, without a KL
+        # Of a LoRA policy's reference, without a KL.
+        if pass_name not in self.config.limits:
             pass_name = "policy.log_probs"
         plan = self._run.planner.forward_plan(batch, pass_name)
         with on_training_roles(self._run, "log_probs"):

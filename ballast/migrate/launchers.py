@@ -102,9 +102,8 @@ def _text_of(node: ast.AST, values: Mapping[str, str]) -> str:
             is_value = not isinstance(part, ast.FormattedValue) or EXPECTS_VALUE.search(
                 text
             )
-            text += (
-                _text_of(part, values) if is_value else " "
-            )  # other flags, which have texts of their own
+            # Other flags, which have texts of their own.
+            text += _text_of(part, values) if is_value else " "
         return text
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""

@@ -40,11 +40,8 @@ def find_named_file(words: Sequence[str], folder: Path, notes: list[str]) -> Pat
         return None
     bases = (folder, *folder.resolve().parents, Path.cwd())
     programs = _folders_of_program(words)
-    inner_folders = (
-        Path(),
-        *programs,
-        *(program / "config" for program in programs),
-    )  # Hydra's usual name
+    # Hydra's usual name.
+    inner_folders = (Path(), *programs, *(program / "config" for program in programs))
     paths = [base / inner / location for base in bases for inner in inner_folders]
     file = next((path for path in paths if path.is_file()), None)
     if file is None:

@@ -257,10 +257,8 @@ def _prepare_skyrl(recipe: Recipe) -> dict[str, Any]:
     if is_megatron and not any(
         key.startswith("trainer.policy.megatron_config.") for key in keys
     ):
-        for way in (
-            "tensor",
-            "pipeline",
-        ):  # SFTConfig's own, which any key of megatron_config replaces
+        # SFTConfig's own, which any key of megatron_config replaces.
+        for way in ("tensor", "pipeline"):
             keys[f"trainer.policy.megatron_config.{way}_model_parallel_size"] = 2
     return keys
 

@@ -34,9 +34,8 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
     "mul": operator.mul,
     "div": operator.truediv,
-    "max": lambda first, second: max(
-        first, second
-    ),  # OmegaConf reads a signature, which the builtin lacks
+    # OmegaConf reads a signature, which the builtin lacks.
+    "max": lambda first, second: max(first, second),
 }
 """Resolvers of NeMo-RL's recipes."""
 # LoraConfig's names, as TRL's commands have them.
@@ -47,21 +46,14 @@ LORA = {
     "bias": "lora_bias",
     "task_type": "lora_task_type",
 }
-OF_FUNCTIONS = (
-    "reward_funcs",
-    "tools",
-)  # arguments of trainers whose values are functions of the script
-OF_DATA = (
-    "train_dataset",
-    "eval_dataset",
-)  # arguments whose values are data sets of the hub, or files
-FORMATS_OF_FILES = (
-    "json",
-    "parquet",
-)  # of load_dataset, with one file of records that Ballast reads too
-ARRAY = re.compile(
-    r"\$\{?(\w+\[[@*]\]|@|\*)\}?"
-)  # words that are listed elsewhere, not a value
+# Arguments of trainers whose values are functions of the script.
+OF_FUNCTIONS = ("reward_funcs", "tools")
+# Arguments whose values are data sets of the hub, or files.
+OF_DATA = ("train_dataset", "eval_dataset")
+# Of load_dataset, with one file of records that Ballast reads too.
+FORMATS_OF_FILES = ("json", "parquet")
+# Words that are listed elsewhere, not a value.
+ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")
 PROGRAM_IN_COMMENT = re.compile(r"^\s*#.*?\b(trl \w+)", re.M)
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
 LAUNCHER = re.compile(

@@ -25,12 +25,8 @@ VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-=])([^{}]*))?\}|\$(\w+)")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 COMMAND = re.compile(r"\$\((?!\()(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 OPTION = re.compile(r"--[A-Za-z]|[+~]{0,2}[A-Za-z_]\w*(?:[./@]\w+)+=")
-HIDDEN = {
-    " ": "\x1c",
-    '"': "\x1d",
-    "'": "\x1e",
-    "#": "\x1f",
-}  # in $(...), which stays one word
+# In $(...), which stays one word.
+HIDDEN = {" ": "\x1c", '"': "\x1d", "'": "\x1e", "#": "\x1f"}
 SHOWN = {hidden: letter for letter, hidden in HIDDEN.items()}
 COMPARISONS = {
     "=": operator.eq,

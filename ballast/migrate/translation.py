@@ -325,9 +325,8 @@ def _apply(
 def _passed_on(
     migration: Migration, row: Counterpart, assignment: str, value: Any
 ) -> dict[str, Any]:
-    value = (
-        parse_value(value) if isinstance(value, str) else value
-    )  # a number that JSON or Python quotes
+    # A number that JSON or Python quotes.
+    value = parse_value(value) if isinstance(value, str) else value
     if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
         (key,), name = (
             row.here,

@@ -88,9 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _argument(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
-        return name, yaml.safe_load(
-            value
-        )  # of Python, which raises where libyaml would end the process
+        # Of Python, which raises where libyaml would end the process.
+        return name, yaml.safe_load(value)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{text}: the value is not YAML. Write name=value.") from None
 

@@ -117,10 +117,8 @@ class LayoutSearch:
         ahead = self._read_problem(
             replace(self.config.rollout, placement="apart", max_staleness=1)
         )
-        self._problems = {
-            False: self._problem,
-            True: ahead,
-        }  # by staleness, with which passes fall away
+        # By staleness, with which passes fall away.
+        self._problems = {False: self._problem, True: ahead}
 
     def _read_problem(self, rollout: RolloutConfig | None = None) -> Problem:
         config = copy(self.config)

@@ -161,9 +161,8 @@ def _fresh_key(folder: Path) -> str:
     """
     path = folder / "api-key"
     if not path.exists():
-        unfinished = path.with_suffix(
-            ".tmp"
-        )  # a kill between open and write left an empty key
+        # A kill between open and write left an empty key.
+        unfinished = path.with_suffix(".tmp")
         unfinished.unlink(missing_ok=True)
         with open(
             os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w"

@@ -61,9 +61,8 @@ class Checkpoints:
             if (
                 path := f"tinker://{session}:train:{number}/weights/{name}"
             ) not in self.deleted:
-                size = sum(
-                    file.stat().st_size for file in manifest.parents[1].glob("*/*")
-                )  # bytes
+                # Bytes.
+                size = sum(file.stat().st_size for file in manifest.parents[1].glob("*/*"))
                 checkpoints.append(_describe(path, manifest.stat().st_mtime, size))
         checkpoints = [
             checkpoint

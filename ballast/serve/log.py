@@ -38,9 +38,8 @@ class CallLog:
             for torn in directory.glob("*.part"):
                 torn.unlink()
         self._last = max((number for number, _ in self.calls()), default=0)
-        self.last_calls = {
-            call.model_id: call.at for _, call in self.calls()
-        }  # times, by model
+        # Times, by model.
+        self.last_calls = {call.model_id: call.at for _, call in self.calls()}
 
     def note(self, **fact: Any) -> None:
         with self._facts.open("a") as file:
@@ -53,9 +52,8 @@ class CallLog:
             for line in self._facts.read_text().splitlines():
                 try:
                     yield json.loads(line)
-                except (
-                    ValueError
-                ):  # the empty first line, or torn: its client has not heard of it
+                # The empty first line, or torn: its client has not heard of it.
+                except ValueError:
                     continue
 
     def add(self, call: Call, body: bytes) -> int:

@@ -79,9 +79,8 @@ class Service(Models):
             return
         for fact in facts:
             self._take(**fact)
-        if (
-            last and self._log.answer_of(last) is None
-        ):  # killed between the checkpoint and the answer
+        # Killed between the checkpoint and the answer.
+        if last and self._log.answer_of(last) is None:
             self._log.answer(last, json_answer(metrics={}))
         self.checkpoints.remove_deleted()
         if not self.checkpoints.is_complete(INITIAL):

@@ -91,9 +91,8 @@ def failure(error: BaseException) -> Answer:
 
 def read_json(body: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(
-            body.decode() or "{}"
-        )  # of bytes, `loads` takes half characters
+        # Of bytes, `loads` takes half characters.
+        content = json.loads(body.decode() or "{}")
         if SURROGATE.search(body):  # half a character, which no file takes
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -170,9 +169,8 @@ def _row(datum: Any, loss: str, vocabulary: int, longest: int) -> dict[str, np.n
         )
     last = _checked_ids(targets[-1:], vocabulary, 1)
     learns = np.ones(len(ids), bool)
-    if (
-        loss == "gspo"
-    ):  # a mean over the response: sampled tokens have log-probs or advantages
+    # A mean over the response: sampled tokens have log-probs or advantages.
+    if loss == "gspo":
         learns = inputs.get(
             "mask", (inputs["logprobs"] != 0) | (inputs["advantages"] != 0)
         ).astype(bool)
@@ -317,9 +315,8 @@ def _stops(stop: Any, vocabulary: int) -> tuple[list[str], list[int]]:
 
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or any(
-        type(value) is not int for value in values
-    ):  # True is an int too
+    # True is an int too.
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise RefusedError(f"{name}: not a list of whole numbers. Use the `tinker` SDK.")
     return list(values)
 

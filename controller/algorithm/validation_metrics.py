@@ -228,12 +228,10 @@ def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
     means = []
     for start in range(0, RESAMPLES, at_a_time):
         count = min(at_a_time, RESAMPLES - start)
-        times = rng.multinomial(
-            prompts, np.full(prompts, 1 / prompts), size=count
-        )  # draws of each prompt
+        # Draws of each prompt.
+        times = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)
         means.append((times @ values.sums) / (times @ values.counts))
     ends = [0.5 - confidence / 2, 0.5 + confidence / 2]
-    low, high = np.quantile(
-        np.concatenate(means), ends, method="inverted_cdf"
-    )  # values that occur
+    # Values that occur.
+    low, high = np.quantile(np.concatenate(means), ends, method="inverted_cdf")
     return float(low), float(high)

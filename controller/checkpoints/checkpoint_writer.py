@@ -140,9 +140,8 @@ def resume(
         ) as error:  # TypeError: fields that no Progress has
             log(f"{path} cannot be loaded: {error}")
             continue
-        if (
-            config.run.on_data_change == "refuse"
-        ):  # checked before the start too, but of the newest one only
+        # Checked before the start too, but of the newest one only.
+        if config.run.on_data_change == "refuse":
             refuse_other_data(path, data, progress.data)
         log(f"going on from {path}")
         if config.run.resume == "auto":

@@ -27,16 +27,14 @@ class Progress:
 
     step: int = 0
     position: int = 0  # place of the next prompt in the stream
-    active: list[int] = field(
-        default_factory=list
-    )  # earlier positions whose samples are untrained
+    # Earlier positions whose samples are untrained.
+    active: list[int] = field(default_factory=list)
     samples: str = ""  # file with these samples
     replay: str = ""  # file with samples that later steps may replay
     weight_version: int = 0
     best: float | None = None  # highest validation.keep_best
-    before: dict[str, float] = field(
-        default_factory=dict
-    )  # validation before the first step
+    # Validation before the first step.
+    before: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
     kl_coefficient: float | None = None  # adapted KL weight in the reward
     score_scales: dict[str, list[float]] = field(default_factory=dict)  # see `ScoreScales`

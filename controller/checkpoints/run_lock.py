@@ -77,9 +77,8 @@ def _lock_free(config: TrainingConfig) -> TextIO:
 
 def _lock(folder: Path) -> TextIO:
     while True:
-        folder.mkdir(
-            mode=0o700, parents=True, exist_ok=True
-        )  # prompts and samples may be confidential
+        # Prompts and samples may be confidential.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack, suppress(FileNotFoundError):
             file = stack.enter_context((folder / LOCK).open("a+"))
             _lock_file(file, folder)

@@ -29,9 +29,8 @@ def load_recorded(path: Path) -> TrainingConfig:
     Raises ConfigError as `load` does.
     """
     try:
-        text = (
-            path.read_text(encoding="utf-8") if path.is_file() else ""
-        )  # a pipe would be waited for
+        # A pipe would be waited for.
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         deque(yaml_events(text), maxlen=0)  # refuses what is nested too deeply for PyYAML
         read = yaml.safe_load(text)
         sections = set(read)

@@ -78,9 +78,8 @@ def _section(
     for setting in section_settings:
         shared = [condition for condition in shared if condition in setting.only_with]
     doc = type(section).__doc__ or ""
-    if not is_dataclass(section) or doc.startswith(
-        f"{type(section).__name__}("
-    ):  # Python's signature
+    # Python's signature.
+    if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):
         doc = ""
     introduction = f"{' '.join(doc.split())} {effect_words(conditions, shared)}".strip()
     effects = []

@@ -203,9 +203,8 @@ def _check_subsets(folder: Path, names: Iterable[str]) -> None:
 def _split_of(inner: Path) -> str:
     """Return the split of a file by its name or a folder's, the innermost first, or empty."""
     shard = _SHARD.fullmatch(inner.stem)
-    if (
-        shard and shard["split"] != "data"
-    ):  # save_to_disk names its shards data-00000-of-00002
+    # save_to_disk names its shards data-00000-of-00002.
+    if shard and shard["split"] != "data":
         return SPLIT_WORDS.get(shard["split"], shard["split"])
     for name in (inner.stem, *reversed(inner.parts[:-1])):
         for word in reversed(re.split(r"[^a-zA-Z]+", name.lower())):

@@ -141,9 +141,8 @@ class RolloutEngines:
             # A replica that was just lost has no calls left.
             if call.deadline >= now or ref not in self._calls:
                 continue
-            if ray.wait([ref], timeout=0, fetch_local=False)[
-                0
-            ]:  # it answered in time, between two rounds
+            # It answered in time, between two rounds.
+            if ray.wait([ref], timeout=0, fetch_local=False)[0]:
                 self._handle_answer(ref)
             else:
                 self.lose(
@@ -226,9 +225,8 @@ class RolloutEngines:
         self._log(f"{lost}; starting a new one")
         self.make_actor(replica)
         if self._transferring:
-            self._postponed.append(
-                replica
-            )  # its start needs memory in which weights are gathered now
+            # Its start needs memory in which weights are gathered now.
+            self._postponed.append(replica)
         else:
             self.start_later(replica)
 

@@ -63,9 +63,8 @@ def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Partial]:
     partials: dict[int, Partial] = {}
     if refs:
         for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
-            with suppress(
-                RayError
-            ):  # the engine died or its node is gone, so its responses start again
+            # The engine died or its node is gone, so its responses start again.
+            with suppress(RayError):
                 partials |= ray.get(ref)
     return partials
 
@@ -157,9 +156,8 @@ class EnginePool(RolloutEngines):
         Without engines, generation waits for a replacement. Raises as `lose`.
         """
         self.check_deadlines(self._busy())
-        if (
-            timeout_s and self.queued and self.waits_for_weights
-        ):  # without a time the ranks may be computing
+        # Without a time the ranks may be computing.
+        if timeout_s and self.queued and self.waits_for_weights:
             self.catch_up()
         self._partial.look(
             {

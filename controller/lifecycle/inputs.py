@@ -101,9 +101,8 @@ def try_inputs(
     tools = Tools(b"", [])
     template = None
     environment, answered, agent = b"", None, b""
-    export_settings(
-        config.rollout.sandbox
-    )  # also without a kind: an earlier run here may have had one
+    # Also without a kind: an earlier run here may have had one.
+    export_settings(config.rollout.sandbox)
     with problems.collecting():
         functions, score = reward_functions(config, first, log, call_functions)
     with problems.collecting():

@@ -53,9 +53,8 @@ class Interrupts:
         self.held = False
         self._pending = False
         self._log = log
-        self._lines: SimpleQueue[str | None] = (
-            SimpleQueue()
-        )  # whose `put` may be called in a handler
+        # Whose `put` may be called in a handler.
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:

@@ -24,9 +24,8 @@ def ray_folder() -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
-    if (
-        not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid()
-    ):  # another user took the name
+    # Another user took the name.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         folder = Path(tempfile.mkdtemp(prefix="ray-", dir=base))
     folder.chmod(0o700)
     return folder / "ray"

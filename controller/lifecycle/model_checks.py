@@ -266,9 +266,8 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
     text = model.config.get_text_config()
     key = f"model.path={config.model.path}"
     parallel = config.rollout.tensor_parallel
-    fields = Fields(
-        text
-    )  # plain access raises for fields that layers of Gemma 4 have of their own
+    # Plain access raises for fields that layers of Gemma 4 have of their own.
+    fields = Fields(text)
     heads = fields.get("num_attention_heads")
     pairs = fields.get("num_key_value_heads") or heads
     if heads and heads % parallel:

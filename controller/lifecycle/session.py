@@ -411,9 +411,8 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             stack.enter_context(rays_logging_in(console.kept))
         stack.callback(_shut_down, console)
         if address == "local":
-            stack.enter_context(
-                _raylet_watched(config)
-            )  # until the shutdown begins, which ends the raylet
+            # Until the shutdown begins, which ends the raylet.
+            stack.enter_context(_raylet_watched(config))
         _warn_of_idle_gpus(config, console)
         yield
 
@@ -473,9 +472,8 @@ def _raylet_end(end: os.waitid_result | None) -> str:
 def _fail(error: Exception, code: int) -> int:
     errors = error.errors if isinstance(error, CombinedConfigError) else [error]
     for single in errors:
-        is_one_line = code == 2 or isinstance(
-            single, OSError
-        )  # a failed run may print a worker's traceback
+        # A failed run may print a worker's traceback.
+        is_one_line = code == 2 or isinstance(single, OSError)
         print(
             f"error: {one_line(single) if is_one_line else without_control(str(single))}",
             file=sys.stderr,

@@ -119,9 +119,8 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
         for name in metrics
         if name.startswith("reward/") and name not in (*SPREAD, FAILURES.metric)
     ]
-    several = bool(
-        metrics.get("balance/imbalance_before/micro_steps")
-    )  # one rank has no imbalance
+    # One rank has no imbalance.
+    several = bool(metrics.get("balance/imbalance_before/micro_steps"))
     return [
         Cell(column.label, f"{metrics[column.metric]:{column.form}}", column.rank)
         for column in (REWARD, FAILURES, *parts, *COLUMNS)

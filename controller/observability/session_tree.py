@@ -69,9 +69,8 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
         ]
         return [Entry(who, clean(text, longest)) for who, text in texts]
     ordered = sorted(nodes, key=lambda node: (node["kept"], -node["number"]))
-    goes_on = {
-        node["parent"]: node["number"] for node in ordered
-    }  # the first kept turn, or the first
+    # The first kept turn, or the first.
+    goes_on = {node["parent"]: node["number"] for node in ordered}
     main = list[Entry]()
     branches = list[Entry]()
     paths: dict[int | None, list[Entry]] = {None: main}  # of the path that a turn is in

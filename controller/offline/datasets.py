@@ -179,9 +179,8 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
         "length": np.array([len(row["input_ids"]) for row in rows]),
         "response_tokens": np.array([int(row["loss_mask"].sum()) for row in rows]),
     }
-    if len(items) < len(
-        rows
-    ):  # the planner keeps sequences with the same beginning together
+    # The planner keeps sequences with the same beginning together.
+    if len(items) < len(rows):
         shared = [_shared_tokens(item) for item in items for _ in item]
         hashes = object_column([b""] * len(rows))
         columns |= {

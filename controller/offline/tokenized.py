@@ -251,9 +251,8 @@ def _span(
         except DataError:  # templates refuse some forms of a call
             continue
         if not opening.strip():
-            header = header.rstrip(
-                " "
-            )  # a blank belongs to the policy, as tokens begin with it
+            # A blank belongs to the policy, as tokens begin with it.
+            header = header.rstrip(" ")
         previous = len(text_before) - len(between)
         start = len(_common(full_text, text_before[: previous + len(header)]))
         rest = text_after[len(_common(end, text_after)) :]

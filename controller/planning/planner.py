@@ -87,9 +87,8 @@ def _depths(
         alike[rows[1:]] = equal.sum(axis=1)
     places = np.append(0, hashed_places(int(response_tokens.max())))
     largest = np.zeros(groups.max() + 1, np.int64)
-    np.maximum.at(
-        largest, groups, fewest
-    )  # depths of any two samples of a group are minima of several
+    # Depths of any two samples of a group are minima of several.
+    np.maximum.at(largest, groups, fewest)
     depths: Integers = prompt_tokens + np.maximum(0, places[alike] - largest[groups] + 1)
     return depths
 

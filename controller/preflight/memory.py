@@ -234,9 +234,8 @@ def _run_trace(trace_request: Mapping[str, Any]) -> Memory:
 def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     """Add up GiB of the first node's host memory, with `ranks` policy workers including rank 0."""
     sizes = {role: measurement["sizes"] for role, measurement in memory.roles.items()}
-    share = (
-        ranks * config.policy.parallel.replicate / config.training_workers
-    )  # share of a model
+    # Share of a model.
+    share = ranks * config.policy.parallel.replicate / config.training_workers
     parts = {
         "model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB
     }
@@ -256,9 +255,8 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
         # have it, and with several nodes also the neighbour's object store.
         copies = 4 if ranks == config.training_workers else 7
         parts["peer copies"] = copies * copied * share / GIB
-    if (
-        config.rollout.weight_sync == "delta"
-    ):  # rank 0's copy, whole weights and deltas in the object store
+    # Rank 0's copy, whole weights and deltas in the object store.
+    if config.rollout.weight_sync == "delta":
         parts["weights for engines"] = 6 * sizes["policy"]["parameters"] / GIB
     if config.rollout_placement == "colocated":  # in pinned memory, also at level 2
         parts["sleeping engines"] = ranks * (

@@ -46,9 +46,8 @@ def _check_tracker(name: str, command: str) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
-    return (
-        spec is not None and spec.origin is not None
-    )  # a folder, such as W&B's ./wandb, has no origin
+    # A folder, such as W&B's ./wandb, has no origin.
+    return spec is not None and spec.origin is not None
 
 
 def _check_wandb() -> None:
@@ -126,9 +125,8 @@ def _wrong_with(address: str) -> str:
         port = parts.port
     except ValueError:  # unclosed brackets, or an invalid port
         return "is not an address, such as http://HOST:PORT"
-    scheme = parts.scheme.partition("+")[
-        0
-    ]  # with a database also the driver, as in mysql+pymysql
+    # With a database also the driver, as in mysql+pymysql.
+    scheme = parts.scheme.partition("+")[0]
     if "/" not in address and address.rpartition(":")[2].isdigit():
         return "names no protocol. Put http:// before it"
     if scheme in ("http", "https"):

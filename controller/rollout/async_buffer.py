@@ -220,9 +220,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _admit(self) -> None:
         """Begin the groups that the schedule allows, because the driver never waits in a short step."""
         numbers = self.schedule.admit()
-        self.prompts.take(
-            self.position, len(numbers)
-        )  # at once: data.sampler chooses them together
+        # At once: data.sampler chooses them together.
+        self.prompts.take(self.position, len(numbers))
         self._request(numbers)
         self.position = self.schedule.admitted
         self.roles.rollouts.pump()

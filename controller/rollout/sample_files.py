@@ -407,10 +407,8 @@ def _hashes(row: Mapping[str, np.ndarray], images: Placed, prompt: int) -> bytes
 def _record(sample: FinishedSample) -> dict[str, Any]:
     score = None if sample.score is None else asdict(sample.score)
     result = asdict(replace(sample.result, images=(), branches=()))
-    del (
-        result["prefix_hashes"],
-        result["images"],
-    )  # they follow from the rows, as do the branches
+    # They follow from the rows, as do the branches.
+    del (result["prefix_hashes"], result["images"])
     result["branches"] = len(sample.result.branches)
     return {"result": result, "score": score}
 

@@ -19,10 +19,8 @@ from examples.addition.warm_start import create_model, tokenizer, train
 from examples.calculator import data
 
 CACHE = Path(__file__).parent / "cache"
-ASKS_FIRST, ASKS = (
-    0.6,
-    0.25,
-)  # share of examples: while it learns to copy the problem, and in the last steps
+# Share of examples: while it learns to copy the problem, and in the last steps.
+ASKS_FIRST, ASKS = (0.6, 0.25)
 STEPS, LAST_STEPS = 300, 120
 BATCH = 64
 TEMPLATE = (

@@ -22,10 +22,8 @@ from examples.addition.data import write_records
 from examples.addition.warm_start import create_model, train
 from examples.tools import data, tools
 
-CALLS_FIRST, CALLS = (
-    1.0,
-    0.4,
-)  # share of conversations: while it learns to copy numbers, and in the last steps
+# Share of conversations: while it learns to copy numbers, and in the last steps.
+CALLS_FIRST, CALLS = (1.0, 0.4)
 STEPS, LAST_STEPS = 320, 60
 BATCH = 32
 VOCABULARY = 512

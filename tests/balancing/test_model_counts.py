@@ -196,14 +196,12 @@ def test_names_are_those_of_transformers_classes() -> None:
         set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())
     ):
         for name, other in (CONFIG_MAPPING[family].attribute_map or {}).items():
-            of_decoder = other.replace(
-                "encoder_", "decoder_"
-            )  # a causal model has only the decoder
+            # A causal model has only the decoder.
+            of_decoder = other.replace("encoder_", "decoder_")
             if name in read and Fields({of_decoder: 7}).get(name) != 7:
                 differing[family, name] = other
-    assert differing == {
-        ("glm4_moe_lite", "head_dim"): "qk_rope_head_dim"
-    }  # counted as latent attention
+    # Counted as latent attention.
+    assert differing == {("glm4_moe_lite", "head_dim"): "qk_rope_head_dim"}
 
 
 def test_each_family_is_counted_or_the_field_named() -> None:

@@ -41,9 +41,8 @@ def test_records_are_read_as_they_were_given(
     folder = tmp_path_factory.getbasetemp() / "records"
     file = data_file(records, "train", str(folder))
     assert read_records(file) == records
-    assert (
-        data_file(iter(records), "train", str(folder)) == file
-    )  # by its content, so that a resume finds it again
+    # By its content, so that a resume finds it again.
+    assert data_file(iter(records), "train", str(folder)) == file
 
 
 def test_paths_are_kept_and_arrays_become_lists(tmp_path: Path) -> None:

@@ -146,9 +146,8 @@ class Bench:
                         {"authorization": f"Bearer {keys[place]}"},
                     )
                     if way != "gateway":
-                        one["seed"] = turn_seed(
-                            7, number // sessions
-                        )  # so all ways sample the same texts
+                        # So all ways sample the same texts.
+                        one["seed"] = turn_seed(7, number // sessions)
                     answer = await client.post(
                         f"{urls[place]}/chat/completions", json=one, headers=key
                     )

@@ -109,9 +109,8 @@ def emulated(pipeline: Pipeline, times: NDArray[np.float64]) -> float:
     times: float64 [m], seconds of each micro-step on the whole model.
     """
     context = multiprocessing.get_context("fork")
-    pipes = [
-        context.Pipe() for _ in range(pipeline.stages)
-    ]  # the stages in a ring: number s joins s and s + 1
+    # The stages in a ring: number s joins s and s + 1.
+    pipes = [context.Pipe() for _ in range(pipeline.stages)]
     ready, ended = context.Barrier(pipeline.stages), context.SimpleQueue()
     stages = [
         context.Process(
@@ -138,9 +137,8 @@ def _stage(
     after, before = pipes[stage][0], pipes[stage - 1][1]
     plan = list(_durations(pipeline, stage, times))
     arrived: set[Key] = set()
-    with suppress(
-        AttributeError, PermissionError
-    ):  # other programs then do not delay its waking; it only sleeps
+    # Other programs then do not delay its waking; it only sleeps.
+    with suppress(AttributeError, PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ready.wait()
     start = monotonic()

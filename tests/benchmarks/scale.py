@@ -160,9 +160,8 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
     for replica, requests in router.assign(range(ENGINES)).items():
         for request in requests:
             tokens = responses[request.seed]
-            own = (
-                request.seed.to_bytes(8, "little") + hashes[8:]
-            )  # no two responses begin alike
+            # No two responses begin alike.
+            own = request.seed.to_bytes(8, "little") + hashes[8:]
             result = SampleResult(
                 request.uid,
                 request.sample,
@@ -175,9 +174,8 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
                 prefix_hashes=own,
             )
             router.finish(replica, result)
-            found.append(
-                (result, request.seed.to_bytes(28, "little"))
-            )  # instead of a reference
+            # Instead of a reference.
+            found.append((result, request.seed.to_bytes(28, "little")))
             scores[result.key] = Score(float(rng.random() < 0.5), "")
     rollout = assemble(found, scores)
     rollout.metrics()

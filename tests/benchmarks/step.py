@@ -241,10 +241,8 @@ def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float
             f"run.steps={WARM_UP + steps}",
             "validation.prompts=8",
         ]
-        settings += [
-            "tracking.tensorboard=false",
-            "data.shuffle=false",
-        ]  # prompts in the order of the loop by hand
+        # Prompts in the order of the loop by hand.
+        settings += ["tracking.tensorboard=false", "data.shuffle=false"]
         command = [
             sys.executable,
             "-m",

@@ -76,9 +76,8 @@ def main() -> dict[str, Any]:
         wait_for(engines, [0, 1])
         history["joined"] = ray.get(engines.actors[1].loaded.remote())
         cluster.remove_node(joined, allow_graceful=False)
-        engines.update_weights(
-            ray.put("second"), 2
-        )  # which notices that the engine is lost
+        # Which notices that the engine is lost.
+        engines.update_weights(ray.put("second"), 2)
         history["left"] = engines.fleet.serving
         cluster.add_node(**node)
         wait_for(engines, [0, 1])

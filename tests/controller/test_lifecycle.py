@@ -98,10 +98,8 @@ def test_every_epoch_makes_its_optimiser_steps_of_policy_and_critic(run: Run) ->
         finished.world.ray.actors[f"{role} dp=0"].instance.engine
         for role in ("policy", "critic")
     ]
-    assert [engine.steps for engine in engines] == [
-        1 * 3 * 2,
-        2 * 3 * 2,
-    ]  # the policy rests in the first of two steps
+    # The policy rests in the first of two steps.
+    assert [engine.steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]
     assert [engine.total_steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]
 
 
@@ -111,15 +109,8 @@ def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_s
     finished = run(*COLOCATED, "data.validation=''")
     events = finished.world.ledger.of("policy dp=0", "rollout 0")
     wake, *sending = SENDING
-    start = [
-        "start",
-        "sleep 2",
-        "build",
-        "free",
-        wake,
-        "connect",
-        "meet",
-    ]  # ranks and engines meet once
+    # Ranks and engines meet once.
+    start = ["start", "sleep 2", "build", "free", wake, "connect", "meet"]
     assert events[: events.index("generate")] == start + sending
 
 

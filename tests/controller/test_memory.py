@@ -68,9 +68,8 @@ def test_a_step_of_2048_sequences_of_4096_tokens_does_not_grow_the_driver(
         [actor.remote() for _ in range(2)] for actor in (Producer, Consumer)
     )
     small, lengths = np.full(8, 16), np.full(2048, 4096)
-    assert (
-        dispatch(produce(small, producers), consumers) == small.sum()
-    )  # imports and pools are warm
+    # Imports and pools are warm.
+    assert dispatch(produce(small, producers), consumers) == small.sum()
     process = psutil.Process()
     before = process.memory_info().rss
     assert dispatch(produce(lengths, producers), consumers) == lengths.sum()

@@ -20,10 +20,8 @@ def test_an_engine_follows_its_node_and_gets_the_current_weights() -> None:
     )
     assert process.returncode == 0, process.stderr
     history = json.loads(process.stdout.splitlines()[-1])
-    assert history["alone"] == [
-        [0],
-        [0, 1],
-    ]  # the second room is asked for, and not granted
+    # The second room is asked for, and not granted.
+    assert history["alone"] == [[0], [0, 1]]
     assert history["joined"] == [1]
     assert history["left"] == [0]
     assert history["returned"] == [2]

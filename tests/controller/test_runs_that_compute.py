@@ -158,9 +158,8 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
         "run.save_every=1",
         "policy.optimizer.learning_rate=1e-2",
     )
-    monkeypatch.setattr(
-        torch.cuda, "is_available", lambda: False
-    )  # the stand-ins' GPUs are gone: peft would use them
+    # The stand-ins' GPUs are gone: peft would use them.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = finished.config.run_folder
     sequences = batches[0].gather()
     base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
@@ -381,9 +380,8 @@ def test_a_step_whose_samples_are_all_truncated_trains_nothing_or_ends_the_run(
     whole = sample_seed(0, 1, "0", 1)  # of step 1
     stand_ins.world.answer = lambda seed: (3, "stop" if seed == whole else "length")
     finished = run("reward.truncated=mask", "algorithm.zero_variance_groups=drop")
-    assert [batch["uid"].tolist() for batch in batches] == [
-        ["0", "0"]
-    ]  # the other group's rewards differ too
+    # The other group's rewards differ too.
+    assert [batch["uid"].tolist() for batch in batches] == [["0", "0"]]
     assert [step["rollout/truncated_share"] for step in finished.outcome.steps] == [0.75, 1]
     with pytest.raises(RolloutError, match=r"reward\.truncated=drop"):
         run("reward.truncated=drop", "run.name=dropped")
@@ -397,9 +395,8 @@ def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
 ) -> None:
     stand_ins.compute()
     stand_ins.world.answer = lambda seed: (9, "length")
-    monkeypatch.setattr(
-        "workers.episodes.thinking.MARKS", ("=", "+")
-    )  # prompts end with `=`
+    # Prompts end with `=`.
+    monkeypatch.setattr("workers.episodes.thinking.MARKS", ("=", "+"))
     settings = (
         "rollout.sampling.max_thinking_tokens=5",
         "rollout.sampling.end_of_thinking=9+",
@@ -534,9 +531,8 @@ def test_updates_go_through_the_experts_that_the_sampler_chose(
     assert torch.equal(weights["none"], weights["compare"])
     assert not torch.equal(weights["none"], weights["replay"])
     assert mismatch["none"] is None
-    assert (
-        0.2 < mismatch["compare"] < 0.8 and 0.2 < mismatch["replay"] < 0.8
-    )  # two of four by chance
+    # Two of four by chance.
+    assert 0.2 < mismatch["compare"] < 0.8 and 0.2 < mismatch["replay"] < 0.8
 
 
 PPO = (
@@ -562,13 +558,11 @@ def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(
     assert first["critic/grad_norm"] > 0
     assert first["critic/values"] == 0.0 != second["critic/values"]
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
-    assert first["reward/kl"] == pytest.approx(
-        0.0, abs=1e-3
-    )  # the policy is still its reference
+    # The policy is still its reference.
+    assert first["reward/kl"] == pytest.approx(0.0, abs=1e-3)
     assert first["reward/kl_coefficient"] == 0.1
-    assert second["reward/kl_coefficient"] == pytest.approx(
-        0.1 * (1 - 0.2 * 4 / 100)
-    )  # 4 samples
+    # 4 samples.
+    assert second["reward/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))
     assert first["critic/returns"] > 0
     critic = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "run" / "critic", dtype=torch.float32
@@ -874,6 +868,5 @@ def test_rewritten_conversations_made_ahead_are_trained_after_a_resumption_too(
     ).outcome.steps
     assert [step["rollout/rows_per_sample"] for step in (*first, *second)] == [3] * 5
     assert [len(batch) for batch in batches] == [12] * 5
-    assert (
-        len(stand_ins.world.turns) - made < 3 * 12
-    )  # of steps 2 and 3 and a comparison of log-probs
+    # Of steps 2 and 3 and a comparison of log-probs.
+    assert len(stand_ins.world.turns) - made < 3 * 12

@@ -158,9 +158,8 @@ def test_in_its_warm_up_the_critic_learns_alone_and_weights_stay(local_run: Run)
     assert updates == ["critic.update", "critic.update", "critic.update", "policy.update"]
     assert found.of("weights") == ["weights 0", "weights 1"]
     assert [step["rollout/weight_version"] for step in outcome.steps] == [0, 0, 1]
-    assert (
-        "rollout/groups_without_signal" not in outcome.steps[0]
-    )  # a critic makes the advantages
+    # A critic makes the advantages.
+    assert "rollout/groups_without_signal" not in outcome.steps[0]
     assert found.of("policy.save", "critic.save") == [
         "policy.save model",
         "critic.save critic",
@@ -206,9 +205,8 @@ def test_every_epoch_draws_its_own_mini_batches_and_policy_and_critic_share_them
     drawn = [mini_batches_of(plan) for _, plan in found.policy.updates]
     assert drawn == [mini_batches_of(plan) for _, plan in found.critic.updates]
     assert len({str(epoch) for epoch in drawn}) > 1
-    assert (
-        outcome.steps[0]["policy/loss"] == 1.0
-    )  # the mean over epochs, each of which gives 1
+    # The mean over epochs, each of which gives 1.
+    assert outcome.steps[0]["policy/loss"] == 1.0
 
 
 def mini_batches_of(plan: Plan) -> list[list[int]]:
@@ -226,9 +224,8 @@ def test_samples_are_as_old_as_the_steps_that_groups_are_generated_ahead(
     )
     outcome = found.fit()
     assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 1, 2, 2, 2]
-    assert (
-        len(found.of("generate")) == 1 + 6
-    )  # what proves the first changed weights, and validations
+    # What proves the first changed weights, and validations.
+    assert len(found.of("generate")) == 1 + 6
 
 
 def test_a_run_goes_on_with_the_groups_that_it_had_begun(local_run: Run) -> None:
@@ -369,9 +366,8 @@ def test_the_best_model_is_saved_whenever_validation_improves(
     local_run: Run, first: float, before: float, saves: int
 ) -> None:
     found = local_run("run.steps=4", *VALIDATION, "validation.every=1")
-    values = iter(
-        [first, 0.4, 0.7, 0.6, 0.8]
-    )  # the first is of the model that the run was given
+    # The first is of the model that the run was given.
+    values = iter([first, 0.4, 0.7, 0.6, 0.8])
     by_validation: dict[int, float] = {}
 
     def reward(uid: str, sample: int, greedy: bool) -> float:
@@ -445,9 +441,8 @@ def test_an_interrupt_leaves_a_checkpoint_of_the_last_complete_step(
     found = local_run(
         f"run.checkpoint_every={every}", "batch.mini_batches=2", "run.steps=5"
     )
-    interrupting(
-        found, method, 8 if method == "forward_backward" else 4
-    )  # of which a step has two
+    # Of which a step has two.
+    interrupting(found, method, 8 if method == "forward_backward" else 4)
     with pytest.raises(KeyboardInterrupt):
         found.fit()
     assert checkpoints(found) == left
@@ -493,11 +488,8 @@ def test_callbacks_see_each_step_and_what_they_add_is_recorded(local_run: Run) -
             == 2 * len({sample["response"] for sample in samples})
         )
     assert views[2].samples[0].keys() >= {"prompt", "response", "reward", "uid"}
-    assert [views[step].model.name for step in range(3)] == [
-        "model",
-        "model",
-        "model-1",
-    ]  # saved after the callback
+    # Saved after the callback.
+    assert [views[step].model.name for step in range(3)] == ["model", "model", "model-1"]
 
 
 def test_a_callback_that_raises_ends_the_run_after_the_step_is_recorded_and_saved(

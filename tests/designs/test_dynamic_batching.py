@@ -167,6 +167,5 @@ def test_d8_padded_rows_are_shared_by_ranks_with_the_losses_of_one(
     flash = configuration(
         file, *SMALL, *PADDED, "model.attention=flash", "resources.device=cuda"
     )
-    assert (
-        flash.model.attention_layout() == "packed"
-    )  # kernels for GPUs take padded rows too
+    # Kernels for GPUs take padded rows too.
+    assert flash.model.attention_layout() == "packed"

@@ -22,10 +22,8 @@ ULYSSES, TENSOR = (
     ("policy.parallel.tensor_parallel=2",),
 )
 RING = (*ULYSSES, "policy.parallel.context_parallel_method=ring")
-PROMPTS, RESPONSES = (
-    np.array([100, 30, 2]),
-    np.arange(1, 25),
-)  # three prompts with eight responses each
+# Three prompts with eight responses each.
+PROMPTS, RESPONSES = (np.array([100, 30, 2]), np.arange(1, 25))
 
 
 def batch_of_groups() -> RemoteBatch:
@@ -86,9 +84,8 @@ def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) ->
         prefix_hashes=np.array([prefix_hashes(each, 30) for each in ids], dtype=object),
     )
     plan = Planner(config, CostModel.tokens()).forward_plan(batch, of)
-    less = (
-        config.model.min_shared_tokens - 1
-    )  # a row may share as many fewer of what follows a prompt
+    # A row may share as many fewer of what follows a prompt.
+    less = config.model.min_shared_tokens - 1
     assert plan.mini_batches[0].steps == 1
     assert plan.shared is not None
     assert plan.shared.sum() == 3 * (3 * (70 - less) + 4 * (50 - less))

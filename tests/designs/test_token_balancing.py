@@ -205,9 +205,8 @@ def test_m2_a_sample_longer_than_the_cap_is_refused_by_its_place_length_and_cap(
         "reference.forward_max_tokens",
     ):
         name = f"{cap}_per_micro_batch"
-        with pytest.raises(
-            ConfigError, match=f"{name}=39"
-        ):  # before the run, a cap that a sample could break
+        # Before the run, a cap that a sample could break.
+        with pytest.raises(ConfigError, match=f"{name}=39"):
             configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", f"{name}=39")
 
 

@@ -38,9 +38,8 @@ def dry_run(main: Callable[[list[str]], int], arguments: list[str]) -> None:
         return
     local = [re.sub("(^|=)/shared", r"\1shared", argument) for argument in arguments]
     added = [] if "--dry-run" in local else ["--dry-run"]
-    added += ["--no-measure"] * (
-        "--cluster" in local
-    )  # tests/examples/test_launch.py measures
+    # tests/examples/test_launch.py measures.
+    added += ["--no-measure"] * ("--cluster" in local)
     assert main([*local, *added]) == 0
 
 

@@ -157,9 +157,8 @@ def stopped(
         said.append(line)
         if line.startswith(said_last):
             break
-    sockets = (
-        [] if stop is signal.SIGKILL else listening(run.pid)
-    )  # which takes as long as a step
+    # Which takes as long as a step.
+    sockets = [] if stop is signal.SIGKILL else listening(run.pid)
     if stop is signal.SIGINT:
         os.killpg(run.pid, stop)
     else:

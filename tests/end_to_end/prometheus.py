@@ -53,9 +53,8 @@ class Prometheus:
                 if found := self.query(expression):
                     return found
             except urllib.error.URLError as error:
-                refused = (
-                    isinstance(error, urllib.error.HTTPError) and error.code < 500
-                )  # else it is not up yet
+                # Else it is not up yet.
+                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if refused or time.monotonic() + 0.5 > deadline:
                     raise
             time.sleep(0.5)

@@ -97,9 +97,8 @@ def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
                 for session in ray.get(actor.partial_responses.remote()).values()
             ):
                 time.sleep(0.1)
-            faults.send(
-                signal.SIGKILL, to_kill(pids, what), after_s=2.5
-            )  # the driver looks once a second
+            # The driver looks once a second.
+            faults.send(signal.SIGKILL, to_kill(pids, what), after_s=2.5)
 
         threading.Thread(target=when_a_turn_is_known, daemon=True).start()
 

@@ -155,9 +155,8 @@ def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
     run.until(r"^step 2")
     worker = run.pid_of("PolicyWorker")
     usual = resource.prlimit(worker, resource.RLIMIT_FSIZE)
-    resource.prlimit(
-        worker, resource.RLIMIT_FSIZE, (100_000, usual[1])
-    )  # files of more bytes cannot be written
+    # Files of more bytes cannot be written.
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (100_000, usual[1]))
     said = run.until("could not be saved")
     assert said.count("\n") == 1 and "The run continues" in said
     assert len(run.checkpoints()) == 1

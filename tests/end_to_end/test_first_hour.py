@@ -31,10 +31,8 @@ pytestmark = pytest.mark.usefixtures("ray_of_new_interpreters")
 STEPS = 2
 LARGEST = 9.0
 USUAL = gc.get_threshold()
-ENDS = [
-    5,
-    1,
-]  # what the model's generation config says; its tokenizer knows the second alone
+# What the model's generation config says; its tokenizer knows the second alone.
+ENDS = [5, 1]
 
 
 def rewarding(largest: float) -> Callable[..., dict[str, float]]:
@@ -197,9 +195,8 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
         for name in ("model", f"model-{STEPS}")
     )
     assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
-    monkeypatch.setattr(
-        "controller.sampling.sampling_run.ray_session", None
-    )  # nothing is left to start anything for
+    # Nothing is left to start anything for.
+    monkeypatch.setattr("controller.sampling.sampling_run.ray_session", None)
     assert ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST)) == found
 
 
@@ -228,9 +225,8 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
         (str(u), s) for u in range(4) for s in range(3)
     }
     kept = b"".join(content.splitlines(keepends=True)[:5])
-    file.write_bytes(
-        kept + content[len(kept) : len(kept) + 40]
-    )  # a crash in the middle of a line
+    # A crash in the middle of a line.
+    file.write_bytes(kept + content[len(kept) : len(kept) + 40])
     assert generate() == file
     assert file.read_bytes().startswith(kept)
     by_key = {(line["uid"], line["sample"]): line for line in lines_of(file)}

@@ -339,9 +339,8 @@ def test_an_update_that_leaves_a_weight_out_stops_the_run_and_is_named(
         "algorithm.loss.name=custom",
         "algorithm.loss.function=tests.end_to_end.dropping:loss",
     ]
-    overrides += [
-        "resources.user_code_timeout_s=300"
-    ]  # it imports all that a policy's actor does
+    # It imports all that a policy's actor does.
+    overrides += ["resources.user_code_timeout_s=300"]
     with pytest.raises(
         RolloutError, match=r"model\.layers\.1\.self_attn\.qkv_proj\.weight"
     ):

@@ -212,9 +212,10 @@ def test_a_recipe_with_the_lines_marked_yours_changed_runs(
         f"run.name=recipe {SMALL}"
     )
     shows_steps(said, "recipe", 2)
+    # The recipe's setting.
     assert (
         said.out.count("│ reward │ advantage │") == 0 and said.out.count("completions") == 2
-    )  # the recipe's setting
+    )
     recorded = yaml.safe_load(
         (checkout.folder / "runs" / "recipe" / "config.yaml").read_text()
     )

@@ -47,9 +47,8 @@ def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(
         )
         assert stepped.result()["learning_rate"] == 1e-2 and version.result() == 1
         old, same, new = (each.result().sequences[0] for each in (greedy, ahead, after))
-        np.testing.assert_array_equal(
-            same.ids, old.ids
-        )  # asked for before the weights were published
+        # Asked for before the weights were published.
+        np.testing.assert_array_equal(same.ids, old.ids)
         assert new.ids.tolist() != old.ids.tolist() or not np.allclose(
             new.log_probs, old.log_probs, atol=1e-3
         )

@@ -156,9 +156,8 @@ def test_the_engine_is_a_process_below_its_actor_and_gone_afterwards(
         for pid, shown in titles.items()
         if any("spawn_main" in title for title in shown)
     }
-    cores = [
-        pid for pid in spawned if parents[pid] not in spawned
-    ]  # a core starts workers of its own
+    # A core starts workers of its own.
+    cores = [pid for pid in spawned if parents[pid] not in spawned]
     assert len(cores) == 1, titles
     actor = parents[cores[0]]
     assert any("VllmEngineActor" in title for title in titles[actor]), titles[actor]

@@ -234,12 +234,8 @@ def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(
     )
     (by_id,) = sample(temperature=0.0, stop=[whole[2]])
     assert by_id == whole[: whole.index(whole[2]) + 1]
-    for stop in (
-        [-1],
-        [1_000_000],
-        [10**30],
-        [""],
-    ):  # engines refuse these, and the server goes on
+    # Engines refuse these, and the server goes on.
+    for stop in ([-1], [1_000_000], [10**30], [""]):
         with pytest.raises(Exception, match="stop"):
             sample(stop=stop)
     found = sampler.sample(

@@ -211,9 +211,8 @@ def test_prometheus_scrapes_the_run_and_answers_the_dashboard(
             ),
         )
         always = spec.kind is Kind.GAUGE and (spec in SECTIONS[LIVE] or not spec.when)
-        assert found or not always or spec.name == "phase/{phase}", (
-            query
-        )  # at the end no phase is on
+        # At the end no phase is on.
+        assert found or not always or spec.name == "phase/{phase}", query
 
 
 def told(prometheus: Prometheus, name: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -251,9 +250,8 @@ def test_prometheus_is_told_of_samples_and_ranks(
     steps = finished.outcome.steps
     tokens = told(prometheus, "tokens_total", "phase")
     assert tokens["rollout",] == sum(step["tokens/rollout"] for step in steps)
-    assert (
-        told(prometheus, "sample_response_tokens_bucket", "le")["16.0",] == 45
-    )  # all are at most max_new_tokens
+    # All are at most max_new_tokens.
+    assert told(prometheus, "sample_response_tokens_bucket", "le")["16.0",] == 45
     assert told(prometheus, "sample_generation_seconds_count") == {(): 45}
     rewards = told(prometheus, "sample_reward", "quantile")
     assert rewards["0",] <= steps[-1]["reward/mean"] <= rewards["1",]

@@ -48,9 +48,8 @@ def test_corruption_replaces_digits_alone_and_about_the_share_asked_for() -> Non
     changed = [(x, y) for x, y in zip(text, wrong, strict=True) if x != y]
     assert all(x.isdigit() and y.isdigit() for x, y in changed)
     digits = sum(c.isdigit() for c in text)
-    assert (
-        0.42 < len(changed) / digits < 0.48
-    )  # a tenth of the replacements hit the same digit
+    # A tenth of the replacements hit the same digit.
+    assert 0.42 < len(changed) / digits < 0.48
 
 
 def test_records_have_what_the_reward_asks_for(tmp_path) -> None:

@@ -67,9 +67,8 @@ def test_the_tools_of_a_sandbox_take_its_place(
     settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sandbox = ["rollout.sandbox.kind=bubblewrap", "rollout.tools=workers.sandbox.tools"]
-    fit.main(
-        [*settings, *sandbox, "--dry-run"]
-    )  # the tiny model has no room for three tools
+    # The tiny model has no room for three tools.
+    fit.main([*settings, *sandbox, "--dry-run"])
     told = capsys.readouterr().out
     assert (
         "tools read_file, shell, write_file" in told

@@ -137,9 +137,8 @@ def test_the_cluster_launchers_file_is_of_rays_schema(
     documentation_workspace: Path,
 ) -> None:
     cluster = yaml.safe_load((LAUNCH / "ray_cluster.yaml").read_text())
-    validate_config(
-        prepare_config(cluster)
-    )  # what `ray up` does with a file before it does anything else
+    # What `ray up` does with a file before it does anything else.
+    validate_config(prepare_config(cluster))
     assert (
         cluster["min_workers"]
         == cluster["max_workers"]

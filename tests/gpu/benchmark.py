@@ -82,12 +82,8 @@ SIZES = {
         "head_dim": 128,
     },
 }
-HEADS = {
-    "tiny": (4, 2),
-    "0.5B": (14, 2),
-    "1.5B": (12, 2),
-    "4B": (32, 8),
-}  # query heads, key-value heads
+# Query heads, key-value heads.
+HEADS = {"tiny": (4, 2), "0.5B": (14, 2), "1.5B": (12, 2), "4B": (32, 8)}
 FAMILIES = {"4B": Qwen3Config}  # Qwen2 otherwise
 # Dense bf16 peaks without sparsity, in TFLOP/s, from the makers' data sheets; matched in the name of the
 # card.

@@ -118,9 +118,8 @@ def skip_unless_runnable(
         pytest.skip(
             f"{backend} does not compute {', '.join(features - BACKENDS[backend].features)}"
         )
-    use_flash_implementation(
-        IMPLEMENTATIONS.get(backend)
-    )  # as an engine does for all of its rows
+    # As an engine does for all of its rows.
+    use_flash_implementation(IMPLEMENTATIONS.get(backend))
 
 
 @pytest.mark.parametrize("case", CASES)

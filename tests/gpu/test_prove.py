@@ -83,9 +83,8 @@ def test_each_part_has_a_verdict_whatever_the_others_do(
         "passes": (PASSED, ""),
     }
     assert outcomes["passes"].facts == {"tests": {"passed": 3, "failed": 0}}
-    child = int(
-        (tmp_path / "child").read_text()
-    )  # in a session of its own, as Ray's processes
+    # In a session of its own, as Ray's processes.
+    child = int((tmp_path / "child").read_text())
     while (
         psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     ):

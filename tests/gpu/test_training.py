@@ -151,9 +151,7 @@ def test_an_update_takes_what_was_measured_however_many_micro_batches_it_has(
     two, four = (update_peak(path, device, count, length, **settings) for count in (2, 4))
     if device.type == "cuda":
         expected = simulated(path, length, **settings)
-        assert (
-            0.8 * expected < two <= expected / 0.9
-        )  # a tenth is left free for what is not counted
-        assert four == pytest.approx(
-            two, rel=0.05
-        )  # gradients that wait for the last micro-batch would add up
+        # A tenth is left free for what is not counted.
+        assert 0.8 * expected < two <= expected / 0.9
+        # Gradients that wait for the last micro-batch would add up.
+        assert four == pytest.approx(two, rel=0.05)

@@ -65,9 +65,8 @@ ODD_TEXTS = (
         "runs/done",
     ),
 )
-DEEP = (
-    b"[" * 100_000 + b"]" * 100_000
-)  # as libyaml's stack overflows, and PyYAML takes minutes
+# As libyaml's stack overflows, and PyYAML takes minutes.
+DEEP = b"[" * 100_000 + b"]" * 100_000
 ODD_NUMBERS = (
     0,
     -1,

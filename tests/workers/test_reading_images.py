@@ -73,10 +73,8 @@ BAD = {
     "20,000 x 20,000": (_huge, "too large"),
     "animated": (_animated, "animated"),
     "SVG": (_text, "not an image"),
-    "EPS": (
-        lambda: _bytes(_picture(), "EPS"),
-        "not an image",
-    ),  # Pillow would start Ghostscript
+    # Pillow would start Ghostscript.
+    "EPS": (lambda: _bytes(_picture(), "EPS"), "not an image"),
     "Pillow's EPS": (lambda: PIL.Image.open(io.BytesIO(_bytes(_picture(), "EPS"))), "EPS"),
     "ICO": (lambda: _bytes(_picture(), "ICO"), "not an image"),
     "empty": (lambda: b"", "not an image"),
@@ -97,9 +95,8 @@ def test_a_bad_image_is_refused_in_one_line(
     with pytest.raises(DataError) as failure:
         read_image(value, WHERE)
     text = str(failure.value)
-    pillows = [
-        warning for warning in recwarn if "PIL" in warning.filename
-    ]  # not what other threads warn of
+    # Not what other threads warn of.
+    pillows = [warning for warning in recwarn if "PIL" in warning.filename]
     assert text.startswith(WHERE) and word in text and "\n" not in text and not pillows
 
 

@@ -31,17 +31,15 @@ TEXT = {
     "vocab_size": 320,
     "max_position_embeddings": 4096,
 }
+# Of a ViT.
 TOWER = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-}  # of a ViT
-MERGING = {
-    "num_heads": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}  # of a Qwen or GLM tower
+}
+# Of a Qwen or GLM tower.
+MERGING = {"num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 GATED_DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -103,9 +101,8 @@ def save_tiny_vision_model(family: str, folder: Path, **overrides: Any) -> Path:
     for name, value in overrides.items():
         setattr(config.get_text_config(), name, value)
     model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with (
-        torch.no_grad()
-    ):  # large enough that log-probs are far from uniform, and images matter
+    # Large enough that log-probs are far from uniform, and images matter.
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.15)

@@ -183,9 +183,8 @@ class SessionFront:
     async def play(self, name: str, url: str, key: str) -> None:
         """Pass requests on to this session of a gateway until the agent ends it."""
         await self.start()
-        held = self._held.setdefault(
-            name, _Held(None, SessionRecord())
-        )  # a restarted front knows none
+        # A restarted front knows none.
+        held = self._held.setdefault(name, _Held(None, SessionRecord()))
         held.taken.set()
         old_client = held.client
         held.place = (url, key)
@@ -288,12 +287,10 @@ class SessionFront:
         credential = request.headers.get("x-api-key") or request.headers.get(
             "Authorization", ""
         ).removeprefix("Bearer ")
-        sent = credential.encode(
-            errors="surrogateescape"
-        )  # which stands for bytes that are not UTF-8
-        if not sum(
-            hmac.compare_digest(sent, key.encode()) for key in keys
-        ):  # `any` would stop at the first
+        # Which stands for bytes that are not UTF-8.
+        sent = credential.encode(errors="surrogateescape")
+        # `any` would stop at the first.
+        if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
     async def _relay(self, request: web.Request, held: _Held) -> web.StreamResponse:

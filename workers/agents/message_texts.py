@@ -49,9 +49,8 @@ def _text(content: Any) -> str:
 
 def _call(call: Mapping[str, Any]) -> list[str]:
     function = call.get("function") or {}
-    arguments: Any = (
-        function.get("arguments") or {}
-    )  # as templates get those that a cut call lacks
+    # As templates get those that a cut call lacks.
+    arguments: Any = function.get("arguments") or {}
     with suppress(ValueError, TypeError, RecursionError):
         arguments = json.loads(arguments)
     return [str(function.get("name")), _dump_sorted(arguments)]

@@ -56,10 +56,8 @@ def session_variables(base_url: str, session_url: str, key: str) -> dict[str, st
     ]
     direct = ",".join(dict.fromkeys(filter(None, hosts)))
     openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
-    anthropic = {
-        "ANTHROPIC_BASE_URL": session_url,
-        "ANTHROPIC_API_KEY": key,
-    }  # its clients add /v1
+    # Its clients add /v1.
+    anthropic = {"ANTHROPIC_BASE_URL": session_url, "ANTHROPIC_API_KEY": key}
     return (
         openai
         | anthropic
@@ -141,9 +139,8 @@ class AgentPool(EnvironmentPool):
                         f"more memory than rollout.agent_memory_gib={self._memory_gib:g}",
                     )
                 )
-            if (
-                sum(map(bool, used)) > self._processes
-            ):  # without zombies, which have no memory
+            # Without zombies, which have no memory.
+            if sum(map(bool, used)) > self._processes:
                 offenders.append(
                     (process, f"more than rollout.agent_processes={self._processes}")
                 )
@@ -158,9 +155,8 @@ class Runner:
 
     def __init__(self, agent: bytes | str) -> None:
         self._run = cloudpickle.loads(agent) if isinstance(agent, bytes) else command(agent)
-        self._runner = (
-            asyncio.Runner()
-        )  # its event loop comes with the first run, after the fork
+        # Its event loop comes with the first run, after the fork.
+        self._runner = asyncio.Runner()
 
     def __call__(self, request: tuple[str, Session], reply: Callable[[Any], None]) -> None:
         _, (record, variables) = request
@@ -200,9 +196,8 @@ def command(line: str) -> Callable[..., Any]:
             reader.start()
         code = process.wait()
         for reader in readers:
-            reader.join(
-                EXIT_SECONDS
-            )  # longer only if a process that it left behind holds the stream
+            # Longer only if a process that it left behind holds the stream.
+            reader.join(EXIT_SECONDS)
         if code:
             end = str(subprocess.CalledProcessError(code, line)).rstrip(".")
             error = hide_session_keys(error_in(list(last_errors)))[:LONGEST_QUOTE]
@@ -256,9 +251,8 @@ def error_in(lines: list[str]) -> str:
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
     if not starts:
         return lines[-1].strip() if lines else ""
-    error = dropwhile(
-        lambda line: line[0].isspace(), lines[starts[-1] + 1 :]
-    )  # behind the lines of code
+    # Behind the lines of code.
+    error = dropwhile(lambda line: line[0].isspace(), lines[starts[-1] + 1 :])
     return " ".join(" ".join(error).split())
 
 

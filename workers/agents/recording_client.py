@@ -145,9 +145,8 @@ class _Collected:
             self.ids = []
             self.log_probs = []
             self.text = ""
-        if (
-            log_probs := completion.logprobs
-        ):  # the sampled token's is the first at each position
+        # The sampled token's is the first at each position.
+        if log_probs := completion.logprobs:
             self.log_probs += [
                 log_probs.logprobs[start] for start in log_probs.start_indices
             ]

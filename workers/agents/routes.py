@@ -27,12 +27,8 @@ from workers.image_parts import image_parts
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer
 
-FORCED = (
-    "response_format",
-    "structured_outputs",
-    "tool_choice",
-    "text",
-)  # constrain what is sampled
+# Constrain what is sampled.
+FORCED = ("response_format", "structured_outputs", "tool_choice", "text")
 OTHERS = {
     "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search",
     "watermarking", "repetition_detection", "prompt_logprobs", "echo", "suffix", "prompt_embeds",

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_ODD = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
+# 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4).
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 _LARGEST = np.uint64(2**63 - 1)
 
 

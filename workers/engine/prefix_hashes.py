@@ -10,9 +10,8 @@ import numpy as np
 
 EACH = 64
 """This many tokens after the prompt have a hash each. Later steps are a 16th of the tokens before them."""
-_ODD = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
+# 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4).
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def hashed_places(tokens: int) -> np.ndarray:

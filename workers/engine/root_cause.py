@@ -15,9 +15,8 @@ from pathlib import Path
 FILE = "BALLAST_ENGINE_ERRORS"
 POINTER = re.compile(r"root cause|EngineCore (failed|encountered)", re.IGNORECASE)
 """In texts of errors that only say that another process has failed."""
-CHECKED = re.compile(
-    r"Value error, (.*?)(?: \[type=|$)"
-)  # pydantic's form, of vLLM's configuration
+# pydantic's form, of vLLM's configuration.
+CHECKED = re.compile(r"Value error, (.*?)(?: \[type=|$)")
 EXIT_CODES = re.compile(r"'([^']+)': (-?\d+)")
 
 

@@ -344,9 +344,8 @@ def as_response(output: "RequestOutput") -> Response:
     experts = completion.routed_experts
     return Response(
         ids=np.asarray(completion.token_ids, dtype=np.int32),
-        log_probs=np.asarray(
-            completion.logprobs.logprobs, dtype=np.float32
-        ),  # flat: one a token, the sampled one's
+        # Flat: one a token, the sampled one's.
+        log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         versions=_versions(completion.weight_versions),
         finish_reason=completion.finish_reason,
         read_tokens=len(output.prompt_token_ids or ()),

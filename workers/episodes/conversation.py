@@ -246,9 +246,8 @@ def continue_messages(
         text = text[len(closing) :]
         if not (end and text.startswith(end)):
             if "tool_calls" in turn and not (end and end in closing):
-                closing = _closing(
-                    render, messages, stand_in
-                )  # without the marks around calls
+                # Without the marks around calls.
+                closing = _closing(render, messages, stand_in)
             text = (closing.partition(end)[2] if end and end in closing else closing) + text
         else:
             text = text.removeprefix(end)

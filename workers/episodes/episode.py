@@ -114,9 +114,8 @@ class Episode(SampledTurns):
         self.turns: list[Response] = []
         self._max_turns = max_turns
         self._max_length = len(prompt_ids) + max_tokens
-        self._said = [
-            not_sampled(prompt_ids, images=images)
-        ]  # all of the episode, in order
+        # All of the episode, in order.
+        self._said = [not_sampled(prompt_ids, images=images)]
         self._rows = [list(self._said)]
 
     @property

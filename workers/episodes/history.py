@@ -139,10 +139,8 @@ class History:
         self.row += turn.text
         message = dict(message)
         behind = 0
-        for name in (
-            "reasoning_content",
-            "content",
-        ):  # in the order in which models write them
+        # In the order in which models write them.
+        for name in ("reasoning_content", "content"):
             text = message.get(name)
             if text and (start := turn.text.find(text, behind)) >= 0:
                 behind = start + len(text)

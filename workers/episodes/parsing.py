@@ -42,9 +42,8 @@ class TurnParser:
         self._tokenizer = tokenizer
         try:
             self._request = ChatCompletionRequest(messages=messages, tools=tools)
-        except (
-            ValueError
-        ):  # a record's schemas may be malformed, and most parsers only need the names
+        # A record's schemas may be malformed, and most parsers only need the names.
+        except ValueError:
             tools = [
                 {"type": "function", "function": {"name": tool["function"]["name"]}}
                 for tool in tools or ()

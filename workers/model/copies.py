@@ -12,9 +12,8 @@ from torch import Tensor
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors of the host to `device` in one transfer. The host does not wait: their copy is pinned."""
-    order = sorted(
-        range(len(tensors)), key=lambda index: -tensors[index].itemsize
-    )  # aligned without gaps
+    # Aligned without gaps.
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
     parts = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
     packed = torch.cat(parts)
     packed = (
@@ -41,9 +40,8 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             if target.is_cuda:
-                target.record_stream(
-                    self._stream
-                )  # an interrupted backward pass may drop it without a wait
+                # An interrupted backward pass may drop it without a wait.
+                target.record_stream(self._stream)
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:

@@ -286,9 +286,8 @@ class TrainingEngine(ShardedModel):
             name, slices, self._computed(read), finish_slice, forward=True, cells=cells
         )
         self.runner.run(work)
-        reshard(
-            self.module
-        )  # without a backward pass nothing else frees the gathered parameters
+        # Without a backward pass nothing else frees the gathered parameters.
+        reshard(self.module)
 
     def _check_trained(self) -> OptimizerConfig:
         if self.optimizer_config is None:
@@ -400,9 +399,8 @@ class TrainingEngine(ShardedModel):
         norm = clip_over_stages(self.stage, self.module, longest)
         finite = state.nonfinite_guard.takes_step(norm, self.device)
         with changed_groups(state.optimizer, config, settings, self.module.vectors):
-            learning_rate = float(
-                state.optimizer.param_groups[0]["lr"]
-            )  # own optimisers may keep a tensor
+            # Own optimisers may keep a tensor.
+            learning_rate = float(state.optimizer.param_groups[0]["lr"])
             if finite:
                 state.optimizer.step()
         if finite:

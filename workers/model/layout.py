@@ -176,9 +176,8 @@ class RowLayout:
         return pack(micro_batch, multiple, to_longest=to_longest)
 
     def _attention(self, row: PackedRow, group: ProcessGroup | None) -> PackedAttention:
-        use_flash_implementation(
-            self._flash
-        )  # another engine of this process may have another one
+        # Another engine of this process may have another one.
+        use_flash_implementation(self._flash)
         if group and self._ring:
             return RingAttention(row, group, self._device)
         if self._config.batch_invariant:

@@ -59,9 +59,8 @@ def install_package(name: str) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # freed by the kernel if this process is killed
+            # Freed by the kernel if this process is killed.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / COMPLETE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 _run([sys.executable, "-m", "venv", str(folder)], name)

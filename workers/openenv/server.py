@@ -127,9 +127,8 @@ class ServerSession:
             raise EpisodeError(f"{self._url}: the session is not open")
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            with suppress(
-                ConnectionClosed
-            ):  # what the server said before can still be received
+            # What the server said before can still be received.
+            with suppress(ConnectionClosed):
                 self._connection.send(json.dumps(message))
             answer = json.loads(self._connection.recv())
         except (OSError, WebSocketException) as error:

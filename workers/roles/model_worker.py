@@ -297,9 +297,8 @@ class TeacherWorker(ModelWorker):
             teacher_batch, micro_batches_of(plan), read
         )
         self.free_cached_memory()
-        outputs = outputs or [np.zeros(0, np.float32)] * len(
-            names
-        )  # of a rank without micro-batches
+        # Of a rank without micro-batches.
+        outputs = outputs or [np.zeros(0, np.float32)] * len(names)
         columns = {
             name: at_tokens_of(batch, teacher_batch, values)
             for name, values in zip(names, outputs, strict=True)

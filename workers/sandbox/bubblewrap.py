@@ -53,10 +53,8 @@ SOCKET = (41, 198)
 AF_UNIX = 1
 AF_INET = 2
 REFUSED = {
-    "memfd_create": (
-        319,
-        279,
-    ),  # this and the next three hold memory that no process has mapped
+    # This and the next three hold memory that no process has mapped.
+    "memfd_create": (319, 279),
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
@@ -260,9 +258,8 @@ class BubblewrapSandbox(Sandbox):
             inner = (
                 Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             )
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # with an inner process that has just begun
+            # With an inner process that has just begun.
+            os.killpg(process.pid, signal.SIGKILL)
             for pid in inner:
                 os.kill(int(pid), signal.SIGKILL)
 

@@ -33,9 +33,8 @@ class E2bService(Service):
         seconds: float,
         longest: int,
     ) -> CommandResult:
-        sandbox.set_timeout(
-            int(seconds) + IDLE_SECONDS
-        )  # its life is counted from here anew
+        # Its life is counted from here anew.
+        sandbox.set_timeout(int(seconds) + IDLE_SECONDS)
         input_file = NO_INPUT
         if stdin:
             input_file = f"/tmp/{uuid.uuid4().hex}"

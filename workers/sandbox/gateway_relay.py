@@ -21,9 +21,8 @@ class GatewayRelay:
         self._listener = socket.socket(socket.AF_UNIX)
         path = Path(self.folder, "socket")
         self._listener.bind(str(path))
-        path.chmod(
-            0o666
-        )  # bubblewrap's user may be another one. Requests carry the session's key
+        # Bubblewrap's user may be another one. Requests carry the session's key.
+        path.chmod(0o666)
         self._listener.listen()
         Thread(target=self._accept, daemon=True).start()
 

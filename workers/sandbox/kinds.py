@@ -177,9 +177,8 @@ def remove_left_over_sandboxes(settings: SandboxConfig) -> int:
         return remove_left_over(kind)
     if kind in SERVICES:
         return remove_left_over_hosted(SERVICES[kind])
-    return (
-        remove_left_over_pods() if kind == KUBERNETES else 0
-    )  # bubblewrap's end with their owner
+    # Bubblewrap's end with their owner.
+    return remove_left_over_pods() if kind == KUBERNETES else 0
 
 
 def export_settings(settings: SandboxConfig) -> None:

@@ -74,9 +74,8 @@ class ModalService(Service):
 
 
 def _send(stream: Any, content: bytes) -> None:
-    with suppress(
-        Exception
-    ):  # the command does not read to the end: its exit code says why
+    # The command does not read to the end: its exit code says why.
+    with suppress(Exception):
         for start in range(0, len(content), CHUNK):
             stream.write(content[start : start + CHUNK])
             stream.drain()

@@ -107,9 +107,8 @@ class PodSandbox(ShellSandbox):
         try:
             while client.is_open():
                 client.update(timeout=1)
-                status += (
-                    client.read_channel(ERROR_CHANNEL) or b""
-                )  # before read_all, which drops it
+                # Before read_all, which drops it.
+                status += client.read_channel(ERROR_CHANNEL) or b""
                 part = client.read_all()
                 total += len(part)
                 output += part[: longest - len(output)]

@@ -197,9 +197,8 @@ def read_file(request: dict[str, Any]) -> None:
             size = status.st_size
             sys.stdout.buffer.write(json.dumps({"size": size}).encode() + b"\n")
             while size:
-                part = file.read(min(size, CHUNK)) or bytes(
-                    min(size, CHUNK)
-                )  # shortened meanwhile
+                # Shortened meanwhile.
+                part = file.read(min(size, CHUNK)) or bytes(min(size, CHUNK))
                 sys.stdout.buffer.write(part)
                 size -= len(part)
             sys.stdout.buffer.flush()

@@ -203,9 +203,8 @@ class Player:
         # A function prepares this process first, such as with a server for all episodes.
         self._class = environment if isinstance(environment, type) else environment()
         self._environment: Any = None
-        self._runner = (
-            asyncio.Runner()
-        )  # its event loop comes with the first run, after the fork
+        # Its event loop comes with the first run, after the fork.
+        self._runner = asyncio.Runner()
         self._is_busy = False
 
     def __call__(self, request: tuple[str, Any], reply: Callable[[Any], None]) -> None:

@@ -155,9 +155,8 @@ class UserProcess(Connection):
             environment["PYTHONUNBUFFERED"] = (
                 "1"  # shows output at once, even if the process is killed
             )
-            environment.setdefault(
-                "PYTHONHASHSEED", "0"
-            )  # sets have the same order in every process
+            # Sets have the same order in every process.
+            environment.setdefault("PYTHONHASHSEED", "0")
             command = "from workers.user_code.process import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command, target, str(self._theirs.fileno())],
@@ -196,9 +195,8 @@ class UserProcess(Connection):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         for thread in self._shown:
-            thread.join(
-                EXIT_SECONDS
-            )  # longer only if a process that has left the group holds the stream
+            # Longer only if a process that has left the group holds the stream.
+            thread.join(EXIT_SECONDS)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         last = self.errors.strip().splitlines()[-1:]
         return f"{how}: {last[0][:LONGEST_QUOTE]}" if last else how
@@ -350,9 +348,8 @@ def main() -> None:
     try:
         arguments, _ = channel.receive()
         try:
-            outcome = resolve(target)(
-                *arguments
-            )  # SystemExit passes: the other side sees its code
+            # SystemExit passes: the other side sees its code.
+            outcome = resolve(target)(*arguments)
         except BallastError as error:
             channel.reply(str(error), "failure")
         else:

@@ -92,9 +92,8 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
         place: dict[str, Any] = reduce(
             lambda inner, section: inner.setdefault(section, {}), sections, options
         )
-        place[last] = (
-            value if value == "null" else yaml.safe_load(value)
-        )  # it is the name of a harness
+        # It is the name of a harness.
+        place[last] = value if value == "null" else yaml.safe_load(value)
     return name, options
 
 

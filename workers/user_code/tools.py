@@ -144,9 +144,8 @@ class Caller:
 
     def __init__(self, packed: bytes) -> None:
         self._tools: dict[str, Callable[..., Any]] = cloudpickle.loads(packed)
-        self._runner = (
-            asyncio.Runner()
-        )  # its event loop comes with the first run, after the fork
+        # Its event loop comes with the first run, after the fork.
+        self._runner = asyncio.Runner()
 
     def __call__(
         self, request: tuple[str, tuple[dict[str, Any], int]], reply: Callable[[Any], None]

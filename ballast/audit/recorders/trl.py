@@ -334,9 +334,8 @@ def _why_no_loss(trainer: Any, micro_batches: list[MicroBatch]) -> str:
     if trainer.off_policy_mask_threshold is not None:
         return "off_policy_mask_threshold masks rows in the loss"
     has_old_logprobs = any("old_per_token_logps" in batch.inputs for batch in micro_batches)
-    if (
-        trainer.beta and arguments.use_bias_correction_kl and has_old_logprobs
-    ):  # else ratios are 1
+    # Else ratios are 1.
+    if trainer.beta and arguments.use_bias_correction_kl and has_old_logprobs:
         return "use_bias_correction_kl multiplies the KL"
     if trainer.aux_loss_enabled:
         return "the loss has an auxiliary loss of the router"

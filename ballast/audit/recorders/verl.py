@@ -174,9 +174,8 @@ def _rows(micro_batch: MicroBatch) -> list[dict[str, Any]]:
         length = len(response)
         before = [0.0] * len(prompt)
         end += len(prompt) + length
-        new = micro_batch.logprobs[
-            end - length - 1 : end - 1
-        ]  # a place early, as the logits
+        # A place early, as the logits.
+        new = micro_batch.logprobs[end - length - 1 : end - 1]
         row: dict[str, Any] = {
             "token_ids": [*prompt.tolist(), *response.tolist()],
             "loss_mask": [0] * len(prompt) + masks[number][:length].long().tolist(),
@@ -209,9 +208,8 @@ def _unpadded(data: Any, name: str) -> list[torch.Tensor]:
 
 
 def _has(data: Any, name: str) -> bool:
-    return name in set(
-        data.keys()
-    )  # `in` on a TensorDict itself raises for names of no tensor
+    # `in` on a TensorDict itself raises for names of no tensor.
+    return name in set(data.keys())
 
 
 def _value(data: Any, name: str) -> Any:

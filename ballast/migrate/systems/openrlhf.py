@@ -197,9 +197,8 @@ def _algorithm(recipe: Recipe, settings: Settings) -> None:
                 f"algorithm.kl_in_reward.{key}"
             )
     correction = "algorithm.loss.rollout_correction"
-    if (
-        settings.get("algorithm.loss.name") == "gspo"
-    ):  # its ratios are to the sampler's log-probs then
+    # Its ratios are to the sampler's log-probs then.
+    if settings.get("algorithm.loss.name") == "gspo":
         settings.pop(f"{correction}.weights", None)
     if settings.get(f"{correction}.weights", "none") == "none":
         settings.pop(f"{correction}.rejection", None)

@@ -57,9 +57,8 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
                 for prefix, theirs in NAMES
                 if key.startswith(prefix)
             }
-        if (
-            "advantage_range" in source.values()
-        ):  # a gate: a group that scores alike does not enter the step
+        # A gate: a group that scores alike does not enter the step.
+        if "advantage_range" in source.values():
             keys["buffer.online_difficulty_filtering"] = True
     for source in _sources(recipe, EVALUATION)[:1]:
         eval_keys = source.keys() & {"group_size", "interval"}

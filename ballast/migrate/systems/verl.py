@@ -70,9 +70,8 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
         for key, value in recipe.items()
         if not is_fixed or key not in OF_ADAPTIVE
     }
-    for key in OF_IMAGES & getattr(
-        recipe, "defaults", frozenset()
-    ):  # read there where a record has images
+    # Read there where a record has images.
+    for key in OF_IMAGES & getattr(recipe, "defaults", frozenset()):
         del counting[key]
     if f"{LORA_OF_MEGATRON}rank" in recipe:
         counting.setdefault(f"{LORA_OF_MEGATRON}alpha", 32)
@@ -97,9 +96,8 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         ("policy", f"{ACTOR}fsdp_config"),
         ("critic", "critic.model.fsdp_config"),
     ):
-        if (
-            recipe.get(f"{section}.param_offload") is True
-        ):  # it includes the optimiser's, in either order
+        # It includes the optimiser's, in either order.
+        if recipe.get(f"{section}.param_offload") is True:
             settings[f"{role}.cpu_offload"] = "all"
     _gpus(recipe, settings, to_decide)
     _optimizers(recipe, settings)
@@ -179,11 +177,8 @@ def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
             "algorithm.loss.constant_length",
             settings.get("rollout.sampling.max_new_tokens", 512),
         )
-    if settings.get("algorithm.loss.name") in (
-        "gspo",
-        "sapo",
-        "gmpo",
-    ):  # they have a default there too
+    # They have a default there too.
+    if settings.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):
         settings.pop("algorithm.loss.aggregation", None)
     _rejection(recipe.get(REJECTION), settings, to_decide)
 

@@ -82,9 +82,8 @@ def test_a_group_above_the_cap_computes_its_prefix_in_every_part():
     groups = groups_of([10] * 16, [16], [100])
     assert fewest_parts(groups, 150, 16).tolist() == [4]
     assert fewest_parts(groups, 150, 3).tolist() == [6]
-    assert fewest_parts(groups_of([30] * 4, [4], [100]), 150, 16).tolist() == [
-        4
-    ]  # no two fit together
+    # No two fit together.
+    assert fewest_parts(groups_of([30] * 4, [4], [100]), 150, 16).tolist() == [4]
 
 
 def test_one_long_sequence_holds_a_step_up_with_its_prefix():

@@ -106,20 +106,10 @@ def test_moves_and_exchanges_of_one_or_two_even_groups(
 @pytest.mark.parametrize(
     ("groups", "weights", "caps", "equal_size", "expected"),
     [
-        (
-            [[0, 1, 2], [3, 4]],
-            [4, 5, 1, 1, 6],
-            FREE,
-            True,
-            [9, 8],
-        ),  # the larger group becomes the smaller
-        (
-            [[0, 1], [2, 3, 4]],
-            [6, 2, 1, 1, 1],
-            Caps(100, 3),
-            False,
-            [7, 4],
-        ),  # a full group only exchanges
+        # The larger group becomes the smaller.
+        ([[0, 1, 2], [3, 4]], [4, 5, 1, 1, 6], FREE, True, [9, 8]),
+        # A full group only exchanges.
+        ([[0, 1], [2, 3, 4]], [6, 2, 1, 1, 1], Caps(100, 3), False, [7, 4]),
         ([[0, 1], [2, 3, 4]], [6, 2, 1, 1, 1], Caps(100, 4), False, [6, 5]),
     ],
 )

@@ -74,11 +74,8 @@ def test_sequences_that_fit_together_hold_up_fewer_steps():
     [
         ([6, 6, 6], 10, 3),  # L1 is 2; no two fit together
         ([5, 5, 5, 5], 10, 2),
-        (
-            [7, 7, 4, 4, 4],
-            10,
-            4,
-        ),  # beside a 7 there is no room for a 4, and only two of these fit together
+        # Beside a 7 there is no room for a 4, and only two of these fit together.
+        ([7, 7, 4, 4, 4], 10, 4),
         ([1] * 7, 7, 1),
     ],
 )

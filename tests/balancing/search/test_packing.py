@@ -31,19 +31,11 @@ def tokens_of(lengths, group, layout, multiple):
     ("lengths", "cap", "options", "expected"),
     [
         (FIRST, 2000, {}, [[1, 5], [0, 2, 3, 4]]),  # of 1,500 tokens each
-        (
-            FIRST,
-            2000,
-            {"workloads": np.square(FIRST)},
-            [[1, 5], [0, 2, 3, 4]],
-        ),  # 1,170,000 and 1,075,000
+        # 1,170,000 and 1,075,000.
+        (FIRST, 2000, {"workloads": np.square(FIRST)}, [[1, 5], [0, 2, 3, 4]]),
         (FIRST, 2000, {"algorithm": "none"}, [[0, 1, 2], [3, 4, 5]]),
-        (
-            [7] * 8,
-            8,
-            {},
-            [[i] for i in range(8)],
-        ),  # systems that count tokens / cap pack two together
+        # Systems that count tokens / cap pack two together.
+        ([7] * 8, 8, {}, [[i] for i in range(8)]),
         ([4096, 2000, 2000, 2000], 5050, {}, [[0], [1, 3], [2]]),
         ([5] * 4, 100, {"min_count": 3}, [[0, 3], [1], [2]]),
         ([200, 240], 512, {"layout": "padded", "length_multiple": 64}, [[0, 1]]),

@@ -43,9 +43,8 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert SHAPE.parameters == pytest.approx(7.61e9, rel=0.005)
     moe = ModelShape.from_model_config(QWEN3_30B_A3B)
     assert moe.parameters == pytest.approx(30.5e9, rel=0.005)
-    assert moe.active + moe.hidden * moe.vocabulary == pytest.approx(
-        3.35e9, rel=0.01
-    )  # the embedding is not read
+    # The embedding is not read.
+    assert moe.active + moe.hidden * moe.vocabulary == pytest.approx(3.35e9, rel=0.01)
     assert SHAPE.kv == 28 * 2 * 4 * 128
 
 

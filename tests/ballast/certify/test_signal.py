@@ -52,10 +52,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets(right: int, k: int) -> None:
     ("rights", "samples"),
     [
         ([8] * 4, 5),  # half right: 5 samples differ in 97 % of the groups, and 9 in all
-        (
-            [1] * 4,
-            2,
-        ),  # one in sixteen: the share is a straight line, where any n is as good
+        # One in sixteen: the share is a straight line, where any n is as good.
+        ([1] * 4, 2),
         ([0] * 4, 2),  # nothing to gain
     ],
 )

@@ -165,9 +165,8 @@ def unit_of(system: str, key: str) -> str:
 def test_counts_of_steps_come_out_in_our_unit(
     row: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        translation, "_settle", lambda migration: None
-    )  # validation has no data here
+    # Validation has no data here.
+    monkeypatch.setattr(translation, "_settle", lambda migration: None)
     unit = unit_of(row.system, row.key)
     if unit == "name":
         return

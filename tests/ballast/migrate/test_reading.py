@@ -231,9 +231,8 @@ def test_a_script_that_trains_when_it_is_imported_is_named(
     Path("train.py").write_text(SCRIPT.format(functions=functions, end=end))
     migration = migrate(read_recipe(["train.py"]))
     assert sum("trains when it is imported" in line for line in migration.open) == notes
-    assert not any(
-        "workers.reward_functions:math" in line for line in migration.open
-    )  # the function is the user's
+    # The function is the user's.
+    assert not any("workers.reward_functions:math" in line for line in migration.open)
     assert not any("peft_config" in line for line in migration.without)
     assert migration.settings["model.lora.rank"] == 16
 

@@ -128,18 +128,16 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
     local_run: NewRun, local_replay: Replay, store: Store, overrides: tuple[str, ...]
 ) -> None:
     found = local_run(*RECORDED, *overrides)
-    found.rewards.reward = lambda uid, sample, greedy: float(
-        sample * (int(uid) % 3)
-    )  # some groups have no signal
+    # Some groups have no signal.
+    found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3))
     found.fit()
     again = local_replay(*RECORDED, *overrides)
     again.all_of(found)
     assert len(mini_batches_of(again)) == len(mini_batches_of(found)) > 0
     for batch, before in zip(mini_batches_of(again), mini_batches_of(found), strict=True):
         assert batch.columns.keys() == before.columns.keys()
-        for name in before.columns.keys() - {
-            "prefix_hashes"
-        }:  # of the tokens; stand-ins of engines have none
+        # Of the tokens; stand-ins of engines have none.
+        for name in before.columns.keys() - {"prefix_hashes"}:
             np.testing.assert_array_equal(batch[name], before[name], name)
             assert batch[name].dtype == before[name].dtype, name
         assert batch.meta == before.meta

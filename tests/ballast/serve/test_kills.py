@@ -187,12 +187,8 @@ def test_a_sampler_of_the_newest_weights_ends_with_its_model(
 
 
 KINDS = {"learn": learn, "look": look, "step": step, "publish": publish, "save": save}
-ALL_KINDS = [
-    *sorted(KINDS),
-    "wrong",
-    "load",
-    "delete",
-]  # of the state that was saved last and is not deleted
+# Of the state that was saved last and is not deleted.
+ALL_KINDS = [*sorted(KINDS), "wrong", "load", "delete"]
 
 
 def _sent(calls: list[str], turns: str, names: dict[str, str]) -> list[tuple[str, Any]]:
@@ -262,9 +258,8 @@ async def _play(
             server.start()
         future = await _submitted(server, call)
         waiting += [(place, future)] if future else []
-        if (
-            call[0] != "forward_backward" or call is sent[-1]
-        ):  # a client sends a step before it asks for gradients
+        # A client sends a step before it asks for gradients.
+        if call[0] != "forward_backward" or call is sent[-1]:
             answers |= {
                 each: await server.answer(future["request_id"]) for each, future in waiting
             }
@@ -312,9 +307,8 @@ def test_whenever_the_server_is_killed_each_step_is_made_once(
     st.dictionaries(st.integers(0, 13), st.integers(0, 6), max_size=4),
     st.integers(0, 3),
 )
-@example(
-    [("learn", "a"), ("step", "b"), ("publish", "a"), ("step", "a")], {3: 0}, 1
-)  # a gradient beside a checkpoint
+# A gradient beside a checkpoint.
+@example([("learn", "a"), ("step", "b"), ("publish", "a"), ("step", "a")], {3: 0}, 1)
 def test_whenever_the_server_is_killed_no_model_loses_a_gradient(
     calls: list[tuple[str, str]], kills: dict[int, int], every: int
 ) -> None:

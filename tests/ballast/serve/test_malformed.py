@@ -122,9 +122,8 @@ ACCEPTED: dict[str, dict[Any, list[Any]]] = {
         "base_model": [None, ""],
         "lora_config": [None, {}, {"a": 1}],
         "rank": [None, 1],
-        "user_metadata": [
-            value for value in VALUES if "ud800" not in json.dumps(value)
-        ],  # never read
+        # Never read.
+        "user_metadata": [value for value in VALUES if "ud800" not in json.dumps(value)],
     },
     "optim_step": {
         "seq_id": [1],  # a call that has been made, sent again

@@ -295,9 +295,8 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
         server.service.samplers.sample(asked(first, 2))
     assert await answer(second, 2) != await answer(third, 2)
     server.service.end_session(of)
-    newer = await model(
-        server, other
-    )  # which takes the same policy, and publishes the base model's weights
+    # Which takes the same policy, and publishes the base model's weights.
+    newer = await model(server, other)
     known = await answer(third, 3)
     assert known and newer != name
     await learned(1, newer)

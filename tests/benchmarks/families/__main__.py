@@ -159,9 +159,10 @@ def measure_published(
 
     columns: those to measure anew.
     """
+    # With vLLM, for which the environment is set by now.
     from tests.benchmarks.families import (
         whole,
-    )  # with vLLM, for which the environment is set by now
+    )
 
     order = [*whole.STAGES, "images", "engine"]
     if "all" in outcomes:  # it could not be built then
@@ -222,9 +223,10 @@ def measure(ranks: RankPool, engine: RankPool, family: str) -> Outcomes:
     Engines read fields that a class's own defaults lack, so a family with a published config.json has its
     engine measured in that form (`--published`), not here.
     """
+    # With vLLM, for which the environment is set by now.
     from tests.benchmarks.families.engines import (
         send,
-    )  # with vLLM, for which the environment is set by now
+    )
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

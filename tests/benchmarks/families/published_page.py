@@ -112,9 +112,8 @@ def _reasons(
                 continue
             cause = CAUSES.get(families[name].model_type) if column == "engine" else None
             reason = cause or _short(outcome.reason)
-            if column == "trains" or reason != _short(
-                outcomes["trains"].reason
-            ):  # one that ends all columns
+            # One that ends all columns.
+            if column == "trains" or reason != _short(outcomes["trains"].reason):
                 names.setdefault((column, reason), []).append(name)
     return [
         [column, reason, ", ".join(models)] for (column, reason), models in names.items()

@@ -307,9 +307,8 @@ def _shrunk(config: PreTrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     for name in config.sub_configs:
         if isinstance(given.get(name), PreTrainedConfig):
             changed[name] = type(given[name])(**_shrunk(given[name], sizes))
-    if (
-        "kv_lora_rank" in given
-    ):  # one latent for all heads, and rotary positions on a part of each
+    # One latent for all heads, and rotary positions on a part of each.
+    if "kv_lora_rank" in given:
         changed |= {
             "num_key_value_heads": changed["num_attention_heads"],
             "head_dim": changed["qk_rope_head_dim"],

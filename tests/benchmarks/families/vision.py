@@ -65,11 +65,8 @@ SIZES = {
     "window_size": 112,
 }
 SIZES |= {"out_hidden_size": 128, "embed_dim": 64}
-EDGES = {
-    "llava_next": 336,
-    "llava_next_video": 336,
-    "llava_onevision": 384,
-}  # their tiles are multiples of it
+# Their tiles are multiples of it.
+EDGES = {"llava_next": 336, "llava_next_video": 336, "llava_onevision": 384}
 CHANGES = {"vipllava": {"vision_feature_layers": [-1, -2]}}
 LIKE = {
     "cosmos3_omni": "qwen3_vl",
@@ -82,9 +79,8 @@ LIKE = {
 }
 """Types that transformers lists without processors of their own, and whose they use."""
 LITERAL = re.compile(r"""["'](<[^"'\s{}]{1,40}>|\[[A-Z_]+\])["']""")
-LINES = {
-    "gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
-}  # tokens that vLLM looks up around images
+# Tokens that vLLM looks up around images.
+LINES = {"gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n")}
 NAMED = re.compile(r"tokenizer\.(\w+_token)\b")
 
 

@@ -204,9 +204,8 @@ def sample_published(folder: Path, dtype: str) -> Outcome:
         policy = build_policy(str(folder), dtype=dtype)
         change_all(policy)
         policy.save_pretrained(folder / "changed")
-        policy = build_policy(
-            str(folder / "changed"), dtype=dtype
-        )  # as the files' type rounds it
+        # As the files' type rounds it.
+        policy = build_policy(str(folder / "changed"), dtype=dtype)
         replica = start_replica(str(folder / "changed"), PLACEMENT, dtype)
         before = differences(policy, replica)
         change_all(policy)

@@ -67,9 +67,8 @@ class Engines:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._decoded = [0.0] * workload.engines
-        self._samples: list[list[tuple[float, int]]] = [
-            [] for _ in range(workload.engines)
-        ]  # heaps
+        # Heaps.
+        self._samples: list[list[tuple[float, int]]] = [[] for _ in range(workload.engines)]
         self._waiting: deque[tuple[int, int]] = deque()
 
     def submit(self, group: int, lengths: Iterable[int]) -> None:

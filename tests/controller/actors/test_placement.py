@@ -163,11 +163,8 @@ def test_the_training_pool_knows_its_groups_and_engines() -> None:
     config = gpu_config(ranks=8, cp=2, tp=4, replicate=4)
     config.rollout.replicas, config.rollout.tensor_parallel = 16, 4
     pool = training_pool(config)
-    assert pool.groups == (
-        4,
-        8,
-        16,
-    )  # a tp group, the ranks that share sequences, a copy of the model
+    # A tp group, the ranks that share sequences, a copy of the model.
+    assert pool.groups == (4, 8, 16)
     assert (pool.engines, pool.engine_ranks) == (16, 4)
     config.rollout.placement = "apart"
     assert training_pool(config).engines == 0

@@ -140,9 +140,8 @@ def test_every_estimator_has_a_reference() -> None:
 @settings(max_examples=40, deadline=None)
 @given(rows=ROWS, k=st.integers(1, 4))
 def test_the_paper_row_by_row(name: str, rows: list[Row], k: int) -> None:
-    rows = [
-        tuple(row) for row in map(list, rows)
-    ]  # equal rows are still different sequences
+    # Equal rows are still different sequences.
+    rows = [tuple(row) for row in map(list, rows)]
     advantages = estimate(name, batch_of(rows), k=k)
     by_paper = (
         functools.partial(pass_at_k_by_paper, k=k)
@@ -249,8 +248,5 @@ def test_the_settings_offer_estimators_that_are_there() -> None:
     (setting,) = [
         found for found in settings_of(Config()) if found.key == "algorithm.advantage"
     ]
-    assert set(setting.choices) == set(ESTIMATORS) | {
-        "gae",
-        "gigpo",
-        "custom",
-    }  # by token, by turn, by a function
+    # By token, by turn, by a function.
+    assert set(setting.choices) == set(ESTIMATORS) | {"gae", "gigpo", "custom"}

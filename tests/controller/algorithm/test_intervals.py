@@ -102,9 +102,8 @@ def test_wilson_is_for_prompts_that_are_right_or_wrong_and_the_bootstrap_for_the
     assert right is not None and right.method == WILSON
     shares = interval(PromptValues.of([1.0, 0.5, 1.0]))
     assert shares is not None and shares.method == BOOTSTRAP
-    assert interval(PromptValues.of([1.0] * 20)).low == pytest.approx(
-        0.8389, abs=1e-4
-    )  # not [1, 1]
+    # Not [1, 1].
+    assert interval(PromptValues.of([1.0] * 20)).low == pytest.approx(0.8389, abs=1e-4)
     assert interval(PromptValues.of([0.5, 0.5])) is None
 
 

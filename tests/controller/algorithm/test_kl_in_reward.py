@@ -23,9 +23,10 @@ ON = "algorithm.kl_in_reward.coefficient=0.1"
 
 def test_the_weight_follows_the_kl_by_hand() -> None:
     settings = KlInRewardConfig(coefficient=0.1, target=6.0, horizon=1000)
+    # A tenth too high, half the horizon.
     assert adapted_kl_weight(0.1, 6.6, 500, settings) == pytest.approx(
         0.1 * (1 + 0.1 * 0.5)
-    )  # a tenth too high, half the horizon
+    )
     assert adapted_kl_weight(0.1, 60.0, 500, settings) == pytest.approx(
         0.1 * (1 + 0.2 * 0.5)
     )
@@ -76,9 +77,8 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     }
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
     kl = np.array([2.0, 0.0, 1.0, 5.0])
-    run = run_with(
-        kl, None, coefficient=0.1, target=1.9, horizon=10
-    )  # near the mean, 2, and far from the sum
+    # Near the mean, 2, and far from the sum.
+    run = run_with(kl, None, coefficient=0.1, target=1.9, horizon=10)
     credited = with_advantages(run, batch)
     expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["group_number"])
     assert credited["advantages"] == pytest.approx(expected)

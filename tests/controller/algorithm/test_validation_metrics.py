@@ -33,12 +33,10 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_response(
 def test_the_most_frequent_answer_decides() -> None:
     assert majority_is_right(["4", "5", "4"], [True, False, True]) == 1.0
     assert majority_is_right(["4", "5", "5"], [True, False, False]) == 0.0
-    assert (
-        majority_is_right(["4", "5"], [True, False]) == 0.5
-    )  # a tie counts by halves, whatever the order
-    assert (
-        majority_is_right(["", "", "4"], [False, False, True]) == 1.0
-    )  # no answer, no vote
+    # A tie counts by halves, whatever the order.
+    assert majority_is_right(["4", "5"], [True, False]) == 0.5
+    # No answer, no vote.
+    assert majority_is_right(["", "", "4"], [False, False, True]) == 1.0
     assert majority_is_right(["", ""], [False, False]) == 0.0
 
 

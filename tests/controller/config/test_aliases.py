@@ -128,10 +128,8 @@ KEYS = ["run.name", "run.steps", "policy.optimizer.learning_rate", "rollout.samp
         ("runn.steps", "did you mean run.steps?"),
         ("policy.learning_rat", "did you mean policy.optimizer.learning_rate?"),
         ("learning_rates", "did you mean policy.optimizer.learning_rate?"),
-        (
-            "elsewhere.steps",
-            "the configuration has run, policy, rollout.",
-        ),  # the section counts
+        # The section counts.
+        ("elsewhere.steps", "the configuration has run, policy, rollout."),
         ("run.colour", "run has name, steps."),
         ("policy.optimizer.colour", "policy.optimizer has learning_rate."),
         ("policy.colour", "policy has optimizer."),
@@ -152,9 +150,8 @@ def keys_of_the_page() -> list[tuple[str, str]]:
         theirs, _, here = line.strip("| ").partition(" | ")
         if here == "here":
             ours_begins = theirs in ("verl", "OpenRLHF", "TRL")
-        elif ours_begins and line.startswith(
-            "| `"
-        ):  # else of parts that are no configuration
+        # Else of parts that are no configuration.
+        elif ours_begins and line.startswith("| `"):
             found += [
                 (key, here)
                 for key in re.findall(

@@ -372,11 +372,8 @@ def test_old_names_are_read_and_one_line_says_the_new_ones(
         0.75,
     )
     assert config.run.on_data_change == "restart"
-    for given, read in (
-        ("true", "all"),
-        ("false", "none"),
-        ("optimizer", "optimizer"),
-    ):  # a bool in 0.2
+    # A bool in 0.2.
+    for given, read in (("true", "all"), ("false", "none"), ("optimizer", "optimizer")):
         assert (
             load(None, ["model.path=m", f"policy.cpu_offload={given}"]).policy.cpu_offload
             == read

@@ -160,11 +160,12 @@ def test_a_part_with_a_name_of_ours_is_refused_before_a_run(name: str) -> None:
     packed = cloudpickle.dumps(reward)
     with refused(f"reward part '{name}'", DataError):
         try_rewards([RewardFunction("reward", 1.0, packed, ())], RECORD, 10)
+    # f/mean.
     try_rewards(
         [RewardFunction("f", 1.0, packed, ()), RewardFunction("g", 1.0, packed, ())],
         RECORD,
         10,
-    )  # f/mean
+    )
 
 
 def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:

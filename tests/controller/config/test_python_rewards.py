@@ -133,9 +133,8 @@ def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(
     check(config, given)
     config, given = given_config(workspace, None)
     assert (config.reward.function, given) == ("reward.py:reward", NONE_GIVEN)
-    assert "ballast.fit(..., reward=...)" in refusal(
-        "reward.function=callable:with_bonus"
-    )  # as a run recorded it
+    # As a run recorded it.
+    assert "ballast.fit(..., reward=...)" in refusal("reward.function=callable:with_bonus")
 
 
 @pytest.mark.parametrize(

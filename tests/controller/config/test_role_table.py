@@ -84,11 +84,8 @@ def test_a_command_without_a_role_does_not_use_it() -> None:
     [
         ([], False, False),
         (["algorithm.loss.kl_coefficient=0.1"], True, True),
-        (
-            ["algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"],
-            True,
-            False,
-        ),  # without its adapters
+        # Without its adapters.
+        (["algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"], True, False),
         (["model.lora.rank=4"], False, False),
     ],
 )

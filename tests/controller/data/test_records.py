@@ -51,9 +51,8 @@ def test_only_regular_files_are_data(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x.jsonl"):  # which reading would wait on for ever
         with refused("x.jsonl", DataError):
             read_records(str(path), "prompt")
-    folder = (
-        tmp_path / "of.spark" / "table.parquet"
-    )  # a folder with the name of a file, as Spark writes it
+    # A folder with the name of a file, as Spark writes it.
+    folder = tmp_path / "of.spark" / "table.parquet"
     folder.mkdir(parents=True)
     write(folder / "part.parquet", ROWS)
     assert read_records(str(tmp_path / "of.spark"), "prompt") == ROWS

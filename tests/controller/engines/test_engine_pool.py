@@ -303,12 +303,8 @@ def test_an_engine_lost_between_rounds_is_replaced_at_the_next_weights(engines) 
     [
         ("a", 0, 0, "run.max_restarts=0"),
         ("a", 9, 1, "2 engines in a row died before they finished"),
-        (
-            "ba",
-            9,
-            2,
-            "2 engines in a row died before they finished",
-        ),  # the first one's death does not count
+        # The first one's death does not count.
+        ("ba", 9, 2, "2 engines in a row died before they finished"),
     ],
 )
 def test_past_the_budget_or_when_no_engine_finishes_a_sample_the_cause_comes_first(

@@ -28,9 +28,10 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet = Fleet(REPLICAS, self.budget)
         self.weights: dict[int, int] = {}
         self.restarted = 0
+        # Who finished a sample.
         self.history: dict[int, list[bool]] = {
             replica: [False] for replica in range(REPLICAS)
-        }  # who finished a sample
+        }
 
     def draw(self, data: st.DataObject, *states: State) -> int:
         return data.draw(st.sampled_from(self.fleet.in_state(*states)))

@@ -170,9 +170,8 @@ def test_a_lost_replicas_requests_go_first_and_on_after_their_beginnings_and_cos
     router.finish(1, success("b"))
     ((again,),) = router.assign({1}).values()
     assert (again.uid, again.begun, router.dropped) == ("a", begun, [])
-    assert [r.uid for r in router.assign({0, 1})[0]] == [
-        "c"
-    ]  # a new engine in the lost one's place
+    # A new engine in the lost one's place.
+    assert [r.uid for r in router.assign({0, 1})[0]] == ["c"]
 
 
 def test_the_same_sample_twice_is_refused_by_name() -> None:

@@ -23,10 +23,8 @@ def test_a_card_names_base_model_data_and_settings(
         "data.train=data/math.jsonl",
         "run.seed=3",
     ]
-    for name in (
-        "earlier",
-        "mine",
-    ):  # the card of an earlier stage, copied with the model's files, is replaced
+    # The card of an earlier stage, copied with the model's files, is replaced.
+    for name in ("earlier", "mine"):
         write_card(load_as(schema, None, [*settings, f"run.name={name}"]), tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.pipeline_tag) == (

@@ -74,9 +74,8 @@ def test_the_summary_has_medians_over_steps() -> None:
     summary = Outcome({"reward": 0.1}, {"reward": 0.5}, steps, last_step=9).summary()
     assert (summary["seconds_per_step"], summary["tokens_per_second"]) == (2.0, 50.0)
     assert summary["validation"]["after"] == {"reward": 0.5}
-    assert (
-        summary["steps"] == 9
-    )  # also of those that came before the run went on from a checkpoint
+    # Also of those that came before the run went on from a checkpoint.
+    assert summary["steps"] == 9
 
 
 # What a lost actor costs

@@ -267,9 +267,8 @@ def test_on_a_terminal_a_line_is_alive_while_a_phase_is_and_leaves_only_lines() 
     drawn = output.file.getvalue()
     assert "3/20" in drawn
     assert "rollout" in drawn
-    assert (
-        drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
-    )  # the cursor is hidden once, and comes back
+    # The cursor is hidden once, and comes back.
+    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
     assert drawn.rstrip().endswith("\x1b[2K")  # the live line is erased
 
 

@@ -72,9 +72,8 @@ def test_a_step_is_on_the_metrics_port_under_the_declared_names(ray_session: Non
         },
     )
     tracker.log(1, {"restarts/engines": 2.0})
-    RayTracker(RayMetrics("exported")).log(
-        1, {"restarts/engines": 3.0}
-    )  # as of a run that recovers
+    # As of a run that recovers.
+    RayTracker(RayMetrics("exported")).log(1, {"restarts/engines": 3.0})
     tracker.log(
         2,
         {

@@ -119,9 +119,8 @@ class Oracle:
                 rest = whole[shown[-1][1] :]
                 closing = common(alone[alone_bounds[-1][1] :], rest)
                 if not SPECIAL.search(closing) and (following := SPECIAL.search(rest)):
-                    closing = rest[
-                        : following.end()
-                    ]  # its end depends on what follows, or begins that
+                    # Its end depends on what follows, or begins that.
+                    closing = rest[: following.end()]
                 learned[start : shown[-1][1] + len(closing)] = True
             at += len(shown)
         return whole, learned

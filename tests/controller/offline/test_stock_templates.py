@@ -107,28 +107,13 @@ TOOLS = [
     }
 ]
 WITHOUT_TOOLS = {
-    *(
-        "cohere",
-        "cohere2",
-        "gemma",
-        "gemma3",
-        "llava_next",
-    ),  # the template refuses tools' answers
-    *(
-        "idefics3",
-        "lfm2",
-        "llama3",
-        "phi3",
-        "phi3_5",
-        "qwen2_5_vl",
-        "smolvlm",
-    ),  # or leaves out calls
+    # The template refuses tools' answers.
+    *("cohere", "cohere2", "gemma", "gemma3", "llava_next"),
+    # Or leaves out calls.
+    *("idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
 }
-ONE_CALL = {
-    "gptoss",
-    "llama3_1",
-    "llama3_2",
-}  # gpt-oss shows the first call of a message alone
+# gpt-oss shows the first call of a message alone.
+ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
 WORDS = re.compile(r"(?:ask|got|say|think)\d|7\d")
 GIVEN = {
     "",
@@ -151,9 +136,8 @@ def renderer(template: str) -> Renderer:
 
 def row(made: Renderer, kind: str, train_on: str = "all") -> Row:
     messages, tools = CONVERSATIONS[kind], kind in ("calls", "both")
-    if (
-        "+ tool['function']['arguments'] +" in made.tokenizer.chat_template
-    ):  # some ask for arguments as a text
+    # Some ask for arguments as a text.
+    if "+ tool['function']['arguments'] +" in made.tokenizer.chat_template:
         messages = json.loads(json.dumps(messages), object_hook=with_text)
     record = {"messages": messages} | (
         {"tools": TOOLS}
@@ -198,9 +182,8 @@ def test_the_assistants_words_are_learned_with_their_end(name: str, kind: str) -
         word for word in whole if word[:3] not in ("ask", "got")
     ]
     assert {"say1", "say2"} <= {*whole}
-    for text in (
-        turns[:-1] if name == "glm4moe" else turns
-    ):  # whose end is the next message's role
+    # Whose end is the next message's role.
+    for text in turns[:-1] if name == "glm4moe" else turns:
         assert text.rstrip().endswith(SPECIAL.findall(text)[-1])
     (text,) = runs(made, last["input_ids"], last["loss_mask"])
     assert turns[-1].endswith(text)

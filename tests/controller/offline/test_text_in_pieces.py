@@ -169,9 +169,8 @@ def test_a_new_row_has_the_ids_of_the_rendered_text_and_of_what_was_sampled(
         whole = tokens.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        if (
-            scheme != "prepend"
-        ):  # its ids behind a special token show a blank that the text lacks
+        # Its ids behind a special token show a blank that the text lacks.
+        if scheme != "prepend":
             assert tokens.decode(played.ids) == tokens.decode(encoded(tokens, whole))
 
 

@@ -147,10 +147,8 @@ def test_pairs_share_their_prompt_given_or_common() -> None:
     for record in (
         {"chosen": "2", "rejected": "3"},
         {"prompt": "1+1=", "chosen": "2"},
-        {
-            "chosen": turns("1+1", "2"),
-            "rejected": turns("2+2", "3"),
-        },  # whose beginnings differ
+        # Whose beginnings differ.
+        {"chosen": turns("1+1", "2"), "rejected": turns("2+2", "3")},
     ):
         with refused("record 2", DataError):
             preference_examples(record, PAIR, "record 2")

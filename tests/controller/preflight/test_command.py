@@ -123,16 +123,14 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
         "train.jsonl: 1 prompt of 4 to 4 tokens, 4 on average; above data.max_prompt_tokens: 0 dropped"
         in (process.stdout)
     )
-    assert (
-        "optimizer" not in process.stdout.partition("== placement")[0]
-    )  # its settings are at their defaults
+    # Its settings are at their defaults.
+    assert "optimizer" not in process.stdout.partition("== placement")[0]
     assert (
         "numerics: packed rows of model.path match the model's own forward pass"
         in process.stdout
     )
-    assert process.stdout.endswith(
-        "heavy: ['torch', 'transformers']\n"
-    )  # to measure the model; neither Ray nor vLLM
+    # To measure the model; neither Ray nor vLLM.
+    assert process.stdout.endswith("heavy: ['torch', 'transformers']\n")
     assert not (tmp_path / "runs").exists()
 
 

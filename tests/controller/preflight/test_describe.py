@@ -300,9 +300,8 @@ def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
     )
     config.algorithm.loss.kl_coefficient, config.resources.device = kl, device
     if device == "cuda":
-        config.rollout.replicas = min(
-            replicas, ranks
-        )  # colocated engines share the policy's GPUs
+        # Colocated engines share the policy's GPUs.
+        config.rollout.replicas = min(replicas, ranks)
     requests = role_requests(config)
     for pool in pools(config):
         for resource, attribute in (("CPU", "cpus"), ("GPU", "gpus")):

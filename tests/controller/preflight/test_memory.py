@@ -142,10 +142,8 @@ def test_an_engine_has_its_share_of_a_gpu_less_half_precision_weights() -> None:
             280,
         ),
         (("rollout.max_concurrent=200",), 0),
-        (
-            ("rollout.max_concurrent=300", "batch.prompts_per_step=8"),
-            0,
-        ),  # so few of a step's samples
+        # So few of a step's samples.
+        (("rollout.max_concurrent=300", "batch.prompts_per_step=8"), 0),
     ],
 )
 def test_more_requests_than_fit_into_an_engines_cache_are_said(

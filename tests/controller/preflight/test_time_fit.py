@@ -57,9 +57,8 @@ def write_run(workspace: Path, steps: int = 12) -> Path:
 
 def test_a_run_shows_micro_steps_generations_and_the_rest(workspace: Path) -> None:
     found, counted = read_measurements(write_run(workspace)), 12 - WARM_UP
-    assert (
-        len(found.micro_steps) == 3 * counted
-    )  # without log-probs and the one without tokens
+    # Without log-probs and the one without tokens.
+    assert len(found.micro_steps) == 3 * counted
     assert np.array_equal(
         found.micro_steps[:3], [[100, 1000, 1.0], [40, 300, 0.5], [200, 4000, 2.0]]
     )

@@ -186,9 +186,10 @@ def test_a_reward_function_gets_the_record_s_images_whatever_the_agent_showed(
 def test_reward_functions_get_pictures(
     ray_session: None, vision_model: Callable[[str], Path]
 ) -> None:
+    # By value.
     reward = cloudpickle.dumps(
         lambda response, images: sum(image.width for image in images)
-    )  # by value
+    )
     function = RewardFunction("size", 1.0, reward, ("images",))
     worker = RewardWorker(
         [function], str(vision_model("qwen2_5_vl")), timeout_s=60, concurrency=1

@@ -44,9 +44,8 @@ def test_a_step_trains_again_on_good_samples_of_the_last_versions(
     local_run: Callable[..., LocalRun], more: tuple[str, ...]
 ) -> None:
     found = local_run("run.steps=6", *REPLAY, *more)
-    found.rewards.reward = lambda uid, sample, greedy: float(
-        sample * (int(uid) % 3 > 0)
-    )  # every third teaches nothing
+    # Every third teaches nothing.
+    found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3 > 0))
     outcome = found.fit()
     first: dict[tuple[str, int], tuple[float, str]] = {}
     batches = {batch.meta["step"]: batch for batch, _ in found.policy.updates}

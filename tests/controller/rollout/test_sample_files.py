@@ -108,11 +108,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert found.by_sample == before.by_sample
     assert list(found.by_sample) == list(before.by_sample)
     assert found.trained["length"].tolist() == [1, 4, 5]
-    assert found.trained["prompt_tokens"].tolist() == [
-        0,
-        2,
-        1,
-    ]  # as far as a row begins with the sample's prompt
+    # As far as a row begins with the sample's prompt.
+    assert found.trained["prompt_tokens"].tolist() == [0, 2, 1]
     assert [row for _, _, row in found.trained.tokens["loss_mask"]] == [3, 1, 2]
     block, written = (
         rollout.samples.tokens["input_ids"][0][0] for rollout in (found, before)

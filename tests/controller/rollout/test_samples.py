@@ -206,10 +206,8 @@ def test_samples_meet_the_greedy_response_to_their_prompt() -> None:
     assert compared.batch["uid"].tolist() == ["a", "a"]
     assert compared.batch["greedy_reward"].tolist() == [0.75, 0.75]
     assert list(compared.by_sample) == [("a", 0), ("a", 1)]
-    assert (compared.dropped, compared.retried) == (
-        2,
-        3,
-    )  # the one that failed, and the one without a baseline
+    # The one that failed, and the one without a baseline.
+    assert (compared.dropped, compared.retried) == (2, 3)
     assert compared.metrics()["reward/greedy"] == compared.metrics()["reward/mean"] == 0.75
     with pytest.raises(RolloutError):
         assembled().with_baseline(alone(result("c", 0, 0), Score(1.0, "greedy")))

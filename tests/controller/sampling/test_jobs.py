@@ -201,9 +201,8 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(
 def test_a_generation_needs_no_reward(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "controller.sampling.jobs.read_inputs", lambda *_: 1 / 0
-    )  # after all checks
+    # After all checks.
+    monkeypatch.setattr("controller.sampling.jobs.read_inputs", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate.main(["--config", "config.yaml", "reward.function=''"])
 

@@ -86,10 +86,8 @@ def test_a_reward_model_scores_samples_beside_engines(
     )
     assert len(lines) == 16
     assert {line["parts"]["model"] for line in lines} != {0.0}
-    assert {line["reward"] - 2 * line["parts"]["model"] for line in lines} <= {
-        0.0,
-        1.0,
-    }  # those of reward workers
+    # Those of reward workers.
+    assert {line["reward"] - 2 * line["parts"]["model"] for line in lines} <= {0.0, 1.0}
     assert stand_ins.world.ledger.of("reward_model")[-2:] == ["scores", "free"]
 
 

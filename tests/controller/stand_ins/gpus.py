@@ -34,10 +34,8 @@ from workers.model.checkpoint.checkpoint_folder import (
 GPU_OWNERSHIPS = ("weights", "kv_cache", "states", "working", "cached")
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
 TOKENS = 3  # of every response
-FIRST_LOG_PROB, MOVE = (
-    -1.0,
-    -0.25,
-)  # of a token at the first weights, and what an optimiser step does to it
+# Of a token at the first weights, and what an optimiser step does to it.
+FIRST_LOG_PROB, MOVE = (-1.0, -0.25)
 
 
 WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")

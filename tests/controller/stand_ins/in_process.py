@@ -24,9 +24,8 @@ def put_ray_in_process(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     local = LocalRay({})
     local.install(monkeypatch)
     # An actor sets these for its process. Here they must end with the test: ranks of later ones inherit them.
-    interfaces = dict.fromkeys(
-        (GLOO, NCCL), "lo"
-    )  # a later local run would listen on the machine's address
+    # A later local run would listen on the machine's address.
+    interfaces = dict.fromkeys((GLOO, NCCL), "lo")
     for name, value in (cpu_environment(RolloutConfig(threads=1)) | interfaces).items():
         monkeypatch.setenv(name, os.environ.get(name, value))
     monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: CPUS)

@@ -146,9 +146,10 @@ class StandIns:
 
     def compute(self, dtype: str = "auto") -> None:
         """From now on the training engine is the real one, of one rank, on this process's CPU, in `dtype`."""
+        # `torch.distributed` has stand-ins for some of it.
         from torch.distributed import (
             distributed_c10d,
-        )  # `torch.distributed` has stand-ins for some of it
+        )
 
         from workers.model.engine import TrainingEngine
 

@@ -34,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parts, index, seconds_left=left, device=device, gpus=gpus, folder=options.folder
         )
         outcomes.append(outcome)
-        save_json(
-            options.folder / "proof.json", outcomes
-        )  # also if a later part ends this program
+        # Also if a later part ends this program.
+        save_json(options.folder / "proof.json", outcomes)
         print(
             f"{outcome.verdict:12}{part.name:24}{outcome.seconds:6.0f} s  {outcome.reason}",
             flush=True,
@@ -82,7 +81,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # otherwise a part would outlive its program
+    # Otherwise a part would outlive its program.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

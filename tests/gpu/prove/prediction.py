@@ -58,9 +58,8 @@ def utilization(config: Config, run_folder: Path, cluster: Cluster) -> dict[str,
     shape = shape_of(config)
     run = RunFolder(run_folder)
     rates = [row.get(RATE, 0.0) for row in run.metrics]
-    length = (
-        config.data.max_prompt_tokens + config.longest_response
-    )  # random weights hardly ever end earlier
+    # Random weights hardly ever end earlier.
+    length = config.data.max_prompt_tokens + config.longest_response
     flops_of_token = 6 * shape.active + 3 * shape.attention * length
     peak = machine_of(cluster).flops(config.compute_dtype)
     return {

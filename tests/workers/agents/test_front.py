@@ -180,9 +180,8 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
                 == f"{stage.url}/sessions/s/v1"
             )
             assert await offer == Takeover(NOTHING, goes_on=False, ended=False)
-            assert not await stage.front.turn(
-                "s", SessionRecord((node(1),)), 2
-            )  # it was restarted and lacks one
+            # It was restarted and lacks one.
+            assert not await stage.front.turn("s", SessionRecord((node(1),)), 2)
             assert await stage.front.turn("s", SessionRecord((node(0), node(1))), 2)
             assert await stage.front.turn("s", SessionRecord((node(9),)), 3)
             early = stage.begin(
@@ -196,9 +195,8 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
             async with stage.http.post(
                 f"{stage.url}/sessions/s/v1/stream", headers={"x-api-key": given["api_key"]}
             ) as stream:
-                assert (
-                    await stream.content.readline() == b"data: answer-1\n"
-                )  # while the gateway still writes
+                # While the gateway still writes.
+                assert await stream.content.readline() == b"data: answer-1\n"
                 gateway.hang.set()
                 assert (await stream.read()).endswith(b"[DONE]\n\n")
 

@@ -192,9 +192,8 @@ ENDS = {
 def test_a_command_that_fails_says_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "openai.py").write_text(
-        "from openai import OpenAI"
-    )  # a file of the user in the place of a package
+    # A file of the user in the place of a package.
+    (tmp_path / "openai.py").write_text("from openai import OpenAI")
     (tmp_path / "agent.py").write_text(
         "import json, os, sys\nexec(json.load(sys.stdin)['do'])"
     )

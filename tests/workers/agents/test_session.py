@@ -199,9 +199,8 @@ def test_an_agent_that_goes_on_keeps_what_it_received(turns: list[Turn]) -> None
             message=message("assistant", [4_000]),
         )
     assert (node.number, node.parent) == (len(turns), last.number)
-    assert last.number in [
-        each.number for each in session.kept
-    ]  # though nobody may have received it
+    # Though nobody may have received it.
+    assert last.number in [each.number for each in session.kept]
 
 
 CALL = {
@@ -260,10 +259,8 @@ def changed_call(**function: Any) -> dict[str, Any]:
             ],
             True,
         ),
-        (
-            [SAID | {"tool_calls": None}, SAID | {"content": None}],
-            True,
-        ),  # one answer as several messages
+        # One answer as several messages.
+        ([SAID | {"tool_calls": None}, SAID | {"content": None}], True),
         ([{"role": "assistant", "content": "streamed"}], True),  # known by `also`
         ([SAID | {"tool_calls": [CALL]}], False),
         ([SAID | {"tool_calls": [CALL, changed_call(name="max")]}], False),
@@ -416,9 +413,8 @@ def test_completions_extend_what_their_prompt_repeats(
         )
         nodes.append(node)
         texts.append(before + new + node.text)
-        assert (
-            not by_ids or session.find_ids(session.ids(node)).parent is node
-        )  # an answer that goes on
+        # An answer that goes on.
+        assert not by_ids or session.find_ids(session.ids(node)).parent is node
 
 
 def test_limits_and_wrong_rewards_are_refused() -> None:

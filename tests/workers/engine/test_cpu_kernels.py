@@ -28,9 +28,8 @@ def arguments(name: str, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize(
-    "shape", [(7, 32), (1, 704), (7, 3, 96)]
-)  # of tokens, or of the heads of tokens
+# Of tokens, or of the heads of tokens.
+@pytest.mark.parametrize("shape", [(7, 32), (1, 704), (7, 3, 96)])
 def test_a_kernel_computes_what_vllm_computes_without_it(
     name: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
 ):
@@ -57,10 +56,11 @@ def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str
             (ones(7, 64, dtype=torch.bfloat16), ones(64)),
         ):
             assert operator.dispatch(*arguments(name, x, weight)).provider == "native"
+        # Of 32 numbers.
         assert (
             operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider
             == "native"
-        )  # of 32 numbers
+        )
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -91,16 +91,14 @@ def test_experts_are_chosen_with_the_bias_and_weighted_without_it(
         assert experts[token].tolist() == expected
         chosen = scores[token, expected]
         total = float(chosen.sum()) if renormalize else 1.0
-        scale = (
-            1.5 if has_bias or scoring_func == "sigmoid" else 1.0
-        )  # vLLM scales plain softmax elsewhere
+        # vLLM scales plain softmax elsewhere.
+        scale = 1.5 if has_bias or scoring_func == "sigmoid" else 1.0
         torch.testing.assert_close(weights[token], chosen / total * scale)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize(
-    "width", [0, 16]
-)  # of each head, what another slice has in front of the rotated one
+# Of each head, what another slice has in front of the rotated one.
+@pytest.mark.parametrize("width", [0, 16])
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_heads_are_rotated_alike_in_two_and_in_three_dimensions(
     dimensions: int, width: int, is_neox: bool

@@ -79,9 +79,8 @@ def test_prefill_on_a_gpu_is_not_left_to_a_default_of_2048_tokens(placement: str
         == 8192
     )
     many = RolloutConfig(max_concurrent=10_000)
-    assert (
-        arguments(many, placement).max_num_batched_tokens == 10_000
-    )  # vLLM wants one a request at least
+    # vLLM wants one a request at least.
+    assert arguments(many, placement).max_num_batched_tokens == 10_000
     own = RolloutConfig(engine={"max_num_batched_tokens": 16384})
     assert arguments(own, placement).max_num_batched_tokens == 16384
 

@@ -144,15 +144,8 @@ STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ig
 TEMPLATES = sorted(
     path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training")
 )
-WITHOUT_TOOLS = {
-    "cohere",
-    "cohere2",
-    "gemma",
-    "gemma3",
-    "llava_next",
-    "phi3",
-    "phi3_5",
-}  # refuse or drop their answers
+# Refuse or drop their answers.
+WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
 END_IS_THE_NEXT_ROLE = {"glm4moe": {"user": "<|user|>", "tool": "<|observation|>"}}
 USER, TOOL = (
     {"role": "user", "content": 'Sure? é "4"'},
@@ -212,9 +205,8 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
         assert whole.endswith(text)
         if whole.startswith(before):
             assert whole == before.rpartition("four")[0] + "four" + end + text
-    if not name.startswith(
-        "deepseek"
-    ):  # which opens the outputs of tools once in a conversation
+    # Which opens the outputs of tools once in a conversation.
+    if not name.startswith("deepseek"):
         assert continue_messages(render, messages, observation, end)[1] == text
 
 

@@ -90,9 +90,8 @@ def test_hashes_tell_images_of_one_size_apart_and_rows_know_their_places() -> No
     found = branches_of(branched, 4, [one.images, same.images, other.images])
     assert [branch.images for branch in found] == [one.images, other.images]
     assert (found[0].prompt_tokens, found[0].prompt_hash) == (4, one.prompt_hash)
-    assert (
-        found[1].prompt_tokens == 4 and found[1].prompt_hash == other.prompt_hash
-    )  # a prompt of its own
+    # A prompt of its own.
+    assert found[1].prompt_tokens == 4 and found[1].prompt_hash == other.prompt_hash
     text = branches_of(branched, 4)
     assert text[0] == text[1] and text[0].prefix_hashes == prefix_hashes(
         first["input_ids"], 4
@@ -209,17 +208,8 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
     )
     assert prompts == [[5, 6, 3], [5, 6, 3, 7, END, 8, 8]]
     assert environment.heard == [f"7 {END}", f"4 {END}"]
-    assert episode.ids.tolist() == [
-        5,
-        6,
-        3,
-        7,
-        END,
-        8,
-        8,
-        4,
-        END,
-    ]  # nobody reads what is said after the end
+    # Nobody reads what is said after the end.
+    assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]
     assert (reason, score.reward, score.parts) == (
         STOP,
         -0.25,

@@ -103,13 +103,8 @@ def ids_of(text: str) -> np.ndarray:
         (QWEN3, ADD.replace('{"a": 1, "b": 2}', "5"), "", "", ["5"]),
         (QWEN3, f"12{END}", "", "12", []),  # vLLM's parser takes this for reasoning
         (QWEN3, "<think>\nhm", "\nhm", "", []),
-        (
-            f"<think>\n{QWEN3_CODER[:-8]}{{# </think> #}}",
-            f"12{END}",
-            "12",
-            "",
-            [],
-        ),  # the template opens the reasoning
+        # The template opens the reasoning.
+        (f"<think>\n{QWEN3_CODER[:-8]}{{# </think> #}}", f"12{END}", "12", "", []),
         (
             QWEN3_CODER,
             "<think>x</think><tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"

@@ -70,10 +70,8 @@ class Case:
     # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
     shared_by: str = "tree"
     router_replay: str = "none"
-    router_losses: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # coefficients of load-balancing and z-loss
+    # Coefficients of load-balancing and z-loss.
+    router_losses: tuple[float, float] = (0.0, 0.0)
     lora: tuple[tuple[str, Any], ...] = ()
     base_dtype: str = "float32"
     compiled: bool = False  # by a backend that only traces
@@ -202,9 +200,8 @@ class RankShare:
 
     rows: list[int]
     micro_batches: list[tuple[int, int]]
-    degrees: list[int] = field(
-        default_factory=list
-    )  # of the rows, if micro-steps choose them
+    # Of the rows, if micro-steps choose them.
+    degrees: list[int] = field(default_factory=list)
 
 
 def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:

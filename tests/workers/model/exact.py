@@ -267,17 +267,15 @@ def join_ranks(parts: list[dict[str, Any]]) -> Outcome:
     outputs = {row: values for part in leaders for row, values in part["outputs"].items()}
     for part in parts:
         for row, values in part["outputs"].items():
-            torch.testing.assert_close(
-                values, outputs[row], rtol=0, atol=0
-            )  # the same on every rank of a dp group
+            # The same on every rank of a dp group.
+            torch.testing.assert_close(values, outputs[row], rtol=0, atol=0)
     metrics = results(merge(part["metrics"] for part in leaders))
     return Outcome(outputs, metrics, parts[0]["gradients"], parts[0]["weights"])
 
 
 def assert_same(case: Case, actual: Outcome, expected: Outcome) -> None:
-    left_out = (
-        {LOAD, "router_mismatch"} if case.share_prefixes == "always" else set()
-    )  # a shared token counts once
+    # A shared token counts once.
+    left_out = {LOAD, "router_mismatch"} if case.share_prefixes == "always" else set()
     if case.scored:  # the update's own loss of pairs is the weighted sum of scores
         left_out |= {"absolute_error", "accuracy", *["loss"] * (case.scored == "pairs")}
     left_out |= {"values", "returns", "returns_square", "value_error", "value_error_square"}

@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ["pytest", "hypothesis", "workers.model.engine", "controller.actors.launch"]
-PRELOADED += [
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.processing_utils",
-]  # of most tests' models
+# Of most tests' models.
+PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "transformers.processing_utils"]
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0
 # torch caches meshes with their groups, whose threads wake a hundred times a second for good

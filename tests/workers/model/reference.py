@@ -62,9 +62,8 @@ def reference_outcome(case: Case, path: str) -> Outcome:
         dict(enumerate(outputs)),
         {**metrics, **load(), **mismatch(), **measured, **steps, "loss": loss.item()},
         gradients,
-        revert_weight_conversion(
-            model, merged_weights(model, case.adapters)
-        ),  # by the names of the files
+        # By the names of the files.
+        revert_weight_conversion(model, merged_weights(model, case.adapters)),
     )
 
 

@@ -86,9 +86,8 @@ def test_a_tensor_is_fetched_while_the_layer_after_it_is_computed():
     begun = len(late.log)
     loaded = [activations.load(entry) for entry in reversed(saved)]
     assert [float(tensor[0]) for tensor in loaded] == [3, 2, 1, 0]
-    backward = [
-        event for event in late.log[begun:] if event[1] >= 4
-    ]  # copies 0 to 3 went out, 4 to 7 come back
+    # Copies 0 to 3 went out, 4 to 7 come back.
+    backward = [event for event in late.log[begun:] if event[1] >= 4]
     expected = "copy 4, copy 5, wait 4, copy 6, wait 5, copy 7, wait 6, wait 7"
     assert ", ".join(f"{what} {number}" for what, number in backward) == expected
 

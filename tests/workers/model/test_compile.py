@@ -138,10 +138,8 @@ def test_traced_by_autograd_too_it_computes_the_same(
         (["resources.device=cuda"], True),
         (["resources.device=cuda", "policy.parallel.pipeline_parallel=2"], True),
         (["resources.device=cuda", "policy.parallel.tensor_parallel=2"], False),
-        (
-            ["resources.device=cuda", "model.compile=false"],
-            False,
-        ),  # as the version before wrote it
+        # As the version before wrote it.
+        (["resources.device=cuda", "model.compile=false"], False),
     ],
 )
 def test_a_configuration_compiles_on_gpus(tmp_path, overrides, expected):

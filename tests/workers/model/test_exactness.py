@@ -86,10 +86,8 @@ GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_me
 CHECKPOINTED = Case(
     "llama", aggregation="sequence_mean_token_sum", gradient_checkpointing="full"
 )
-MIXED: dict[str, Any] = {
-    "gradient_checkpointing": "full",
-    "recompute_num_layers": 1,
-}  # the others are selective
+# The others are selective.
+MIXED: dict[str, Any] = {"gradient_checkpointing": "full", "recompute_num_layers": 1}
 OFFLOADED = Case(
     "mistral", tied=False, activation_offload=True, optimizer_offload=True, **MIXED
 )
@@ -173,11 +171,8 @@ CASES: dict[str, list[Case]] = {
         *STATES_SHARED,
         with_states("qwen3_5", layout="padded"),
     ],
-    "ulysses 4": [
-        with_states("nemotron_h"),
-        Case(calls=2),
-        qwen3(share_prefixes="always"),
-    ],  # more than key-value heads
+    # More than key-value heads.
+    "ulysses 4": [with_states("nemotron_h"), Case(calls=2), qwen3(share_prefixes="always")],
     "ring 2": [
         Case(
             distillation=("vocabulary", "reverse_kl"),

@@ -44,9 +44,8 @@ AGGREGATIONS = [
     "sequence_mean_token_sum_norm",
     "group_mean_token_mean",
 ]
-GROUPS = torch.tensor(
-    [0, 0, 1, 2, 1, 0, 3, 3, 2, 0, 2]
-)  # sequence 1, alone without loss tokens, shares group 0
+# Sequence 1, alone without loss tokens, shares group 0.
+GROUPS = torch.tensor([0, 0, 1, 2, 1, 0, 3, 3, 2, 0, 2])
 
 
 def config_of(aggregation: str, **others: object) -> LossConfig:

@@ -86,9 +86,8 @@ def test_a_quantized_checkpoint_computes_what_its_weights_compute(
     expected = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float64)
     for model in (packed.model, expected):
         if model._can_set_experts_implementation():
-            model.set_experts_implementation(
-                "eager"
-            )  # the grouped product takes no float64
+            # The grouped product takes no float64.
+            model.set_experts_implementation("eager")
     ids = torch.arange(20)[None] % 37
     with torch.no_grad():
         actual = packed.model(ids).logits.log_softmax(-1)

@@ -188,9 +188,8 @@ def save_tiny_model(path: Path, family: str = "qwen2", **overrides: object) -> s
         tiny_config(family, **overrides), dtype=torch.float64
     )
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            "bias"
-        ):  # transformers starts biases at 0, where a forgotten one goes unnoticed
+        # transformers starts biases at 0, where a forgotten one goes unnoticed.
+        if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(path)
     save_tokenizer(path, VOCABULARY)

@@ -118,9 +118,8 @@ def test_the_mean_over_groups_is_its_definition_whatever_the_plan(
     loss, norm = expected(path, "group_mean_token_mean")
     assert updated["loss"] == pytest.approx(loss, rel=1e-9)
     assert updated["grad_norm"] == pytest.approx(norm, rel=1e-9)
-    assert loss != pytest.approx(
-        expected(path, "token_mean")[0], rel=1e-2
-    )  # the reference tells them apart
+    # The reference tells them apart.
+    assert loss != pytest.approx(expected(path, "token_mean")[0], rel=1e-2)
 
 
 def test_both_plans_cut_the_mini_batches_and_count_the_same_groups() -> None:

@@ -60,9 +60,8 @@ async def openai_agents(
         model_settings=ModelSettings(max_tokens=400, temperature=0.7, store=False),
     )
     for question in (chats.question["content"], "And 1 plus 1?"):
-        with suppress(
-            AgentsException
-        ):  # the policy may call what does not exist, or never end
+        # The policy may call what does not exist, or never end.
+        with suppress(AgentsException):
             if stream:
                 running = Runner.run_streamed(agent, question, max_turns=3)
                 async for _ in running.stream_events():

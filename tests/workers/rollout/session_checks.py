@@ -12,9 +12,8 @@ from tests.workers.rollout.recorded_actor import Sampled
 from workers.engine.requests import LENGTH, STOP
 
 Row = dict[str, np.ndarray]
-Turn = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[float, ...]
-]  # prompt, answer, log-probs
+# Prompt, answer, log-probs.
+Turn = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
 @dataclass

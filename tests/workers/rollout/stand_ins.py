@@ -91,9 +91,8 @@ class Communicator:
                 raise TimeoutError(
                     f"member {rank} waited {self._timeout_s:g} s for a member that is missing"
                 )
-            return (
-                rank not in self.aborted
-            )  # vLLM's returns at once when it was aborted on this side
+            # vLLM's returns at once when it was aborted on this side.
+            return rank not in self.aborted
 
 
 class _OnCpu(TorchFunctionMode):
@@ -122,10 +121,8 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
             "CUDA IPC does not share memory that grows"
         )
         buffers[id(tensor)] = tensor
-        return None, (
-            id(tensor),
-            *[None] * 7,
-        )  # the seventh is the device, which the other side sets
+        # The seventh is the device, which the other side sets.
+        return None, (id(tensor), *[None] * 7)
 
     uuid = DEVICE_UUID.format(rank=rank)
     races = StreamRaces()

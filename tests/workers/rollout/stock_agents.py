@@ -84,9 +84,8 @@ class Chats:
         given = {"model": MODEL, "messages": messages, "tools": TOOLS} | options
         if not stream:
             return (await self.openai.chat.completions.create(**given)).choices[0].message
-        state = (
-            ChatCompletionStreamState()
-        )  # the client's own `stream` raises for an answer that is cut
+        # The client's own `stream` raises for an answer that is cut.
+        state = ChatCompletionStreamState()
         async for chunk in await self.openai.chat.completions.create(stream=True, **given):
             state.handle_chunk(chunk)
         return state.current_completion_snapshot.choices[0].message

@@ -90,9 +90,8 @@ class StreamRaces(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(
-            issubclass(kind, WRAPPERS) for kind in types
-        ):  # made of tensors that come here
+        # Made of tensors that come here.
+        if any(issubclass(kind, WRAPPERS) for kind in types):
             return NotImplemented
         result = operator(*args, **(kwargs or {}))
         if operator.is_view:

@@ -79,9 +79,8 @@ def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_i
     engines: Engines,
 ) -> None:
     requests = requests_for(32, samples=4)
-    assert (
-        sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS
-    )  # several forward passes
+    # Several forward passes.
+    assert sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS
     finished = engines.sample(requests, max_new_tokens=120)
     assert {result.finish_reason for result, _ in finished} == {STOP, LENGTH}
     for request, (result, row) in zip(requests, rows_of(finished), strict=True):
@@ -160,18 +159,15 @@ def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(
     assert {result.weight_version for result, _ in finished} == {version}
     assert engines.call("weight_version") == version
     assert largest_difference(finished, new, temperature) < LOG_PROB_TOLERANCE
-    assert (
-        largest_difference(finished, old, temperature) > 0.5
-    )  # the comparison can tell the two apart
+    # The comparison can tell the two apart.
+    assert largest_difference(finished, old, temperature) > 0.5
 
 
 @pytest.mark.parametrize(
     ("left_out", "named"),
     [
-        (
-            "lm_head.weight",
-            "lm_head.weight",
-        ),  # vLLM by itself goes on with the old output layer and never says so
+        # vLLM by itself goes on with the old output layer and never says so.
+        ("lm_head.weight", "lm_head.weight"),
         ("model.norm.weight", "model.norm.weight"),
         # vLLM loads q, k and v into one parameter, and says that it loaded that.
         (
@@ -357,9 +353,8 @@ def test_log_probs_are_of_the_distribution_that_options_make(
     for temperature in (1.0, 0.7):
         sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, **changes)
         finished = engines.sample(requests_for(6, samples=2), **vars(sampling))
-        assert (
-            largest_difference(finished, model, temperature) > 0.01
-        )  # the comparison can tell the two apart
+        # The comparison can tell the two apart.
+        assert largest_difference(finished, model, temperature) > 0.01
         for result, row in rows_of(finished):
             expected = changed_distributions.log_probs(
                 model, row["input_ids"], result.prompt_tokens, sampling
@@ -378,12 +373,8 @@ def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_k
     engines.load(model)
     tokenizer = engines.tokenizer
     ends = {
-        "stop": [
-            "ab",
-            "d12",
-            "d13",
-            "9<eos>",
-        ],  # within tokens "word12?", over two tokens, and an end token's text
+        # Within tokens "word12?", over two tokens, and an end token's text.
+        "stop": ["ab", "d12", "d13", "9<eos>"],
         "stop_token_ids": [*range(150, 200)],
     }
     for name, values in ends.items():
@@ -602,12 +593,10 @@ def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_thei
     failures = {result.key: result.environment.failure for result, _ in finished}
     assert {key for key, failure in failures.items() if failure} == {("bad", 0), ("bad", 1)}
     assert "KeyError: 'no such record'" in failures["bad", 0]
-    assert all(
-        0 < result.response_tokens <= 2 * 6 for result, _ in finished
-    )  # max_turns * max_new_tokens
-    assert all(
-        result.length - result.prompt_tokens < 2 * 6 for result, _ in finished
-    )  # the opening counts
+    # max_turns * max_new_tokens.
+    assert all(0 < result.response_tokens <= 2 * 6 for result, _ in finished)
+    # The opening counts.
+    assert all(result.length - result.prompt_tokens < 2 * 6 for result, _ in finished)
 
 
 # Engines that end

@@ -53,13 +53,8 @@ def play(
         (None, {"r0": 1.0, "r1": 0.0}, True, 0.5, [0.5, -0.5]),
         (PARTS, {"r0": 1.5}, True, 1.0, [0.5, -0.5]),
         (None, {}, False, 0.0, [0, 0]),
-        (
-            None,
-            {"r0": 1.0},
-            False,
-            0.5,
-            [0.5, -0.5],
-        ),  # reward functions add theirs to both leaves
+        # Reward functions add theirs to both leaves.
+        (None, {"r0": 1.0}, False, 0.5, [0.5, -0.5]),
         (PARTS, {}, False, 0.5, [0, 0]),
         (None, {}, True, None, [0, 0]),
         (None, {"r0": 1.0}, True, None, None),
@@ -103,9 +98,8 @@ def test_a_failure_keeps_the_turns_and_no_reward() -> None:
 
 
 def test_a_limit_on_tokens_or_turns_is_the_finish_reason() -> None:
-    assert (
-        play(session_of(["length", "stop"]), PARTS)[0].finish_reason == "stop"
-    )  # the agent went on
+    # The agent went on.
+    assert play(session_of(["length", "stop"]), PARTS)[0].finish_reason == "stop"
     assert play(session_of(["stop", "length"]), PARTS)[0].finish_reason == "length"
     session = session_of()
     with pytest.raises(EpisodeError), session.sampling():

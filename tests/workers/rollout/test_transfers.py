@@ -56,12 +56,8 @@ BY_DEFAULT = [
     ("gemma2", "colocated"),
     ("deepseek_v3", "shared_memory"),
 ]
-UNTIED = (
-    "olmoe",
-    "gpt_oss",
-    "gemma3",
-    "deepseek_v3",
-)  # vLLM does not tie the first two; a tied Gemma 3 without training only repeats itself
+# vLLM does not tie the first two; a tied Gemma 3 without training only repeats itself.
+UNTIED = ("olmoe", "gpt_oss", "gemma3", "deepseek_v3")
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 64,
@@ -122,9 +118,8 @@ def start_replica(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(weight_transfer.ENGINE_OF_BACKEND, "shared_memory", of_gpu)
         for name in [name for name in sys.modules if name.startswith("llvmlite")]:
-            patch.delitem(
-                sys.modules, name
-            )  # Numba's, which the policy loads and vLLM stumbles over when it starts
+            # Numba's, which the policy loads and vLLM stumbles over when it starts.
+            patch.delitem(sys.modules, name)
         # On a machine that has not seen the family, vLLM starts a process that imports all of it, only to
         # look at it.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
@@ -361,9 +356,8 @@ def test_adapters_of_a_mixture_of_experts_arrive_as_they_are(
     path = save_model(tmp_path / "model", family)
     (difference,) = processes.run(send_adapters, 1, path, parameters)
     assert difference["changed"] > 0.05, "the comparison cannot tell new adapters from none"
-    assert (
-        difference["sent"] < 2 * LOG_PROB_TOLERANCE
-    )  # more products than with merged weights
+    # More products than with merged weights.
+    assert difference["sent"] < 2 * LOG_PROB_TOLERANCE
 
 
 @pytest.mark.slow
@@ -470,9 +464,8 @@ def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
     change_all(policy)
     with sending(policy, [survivor], placement, Communicator(1)) as send:
         send(2)
-    del os.environ[
-        left_groups.FILE
-    ]  # replicas of later tests in this process have left no group
+    # Replicas of later tests in this process have left no group.
+    del os.environ[left_groups.FILE]
     current = dict(policy.named_weights(torch.float32))
     return {
         "lost": lost,
@@ -496,9 +489,8 @@ def test_an_engine_that_dies_in_a_transfer_ends_it_and_the_others_join_the_next(
     (result,) = processes.run(send_to_a_dying_replica, 1, path, placement)
     assert result["lost"] == [1]
     assert result["differences"] == [] and result["version"] == 2
-    assert result["versions"] == (
-        [] if placement == "apart" else [1]
-    )  # each reads memory by itself
+    # Each reads memory by itself.
+    assert result["versions"] == ([] if placement == "apart" else [1])
     if placement == "apart":
         # Nothing but its own abort ends its wait, and it does not wait for its time-out.
         assert result["left"] == "another member of the transfer group was lost."

@@ -25,9 +25,8 @@ ID = {chr(i + 31): i for i in range(2, 96)}  # a token a character, '!' to '~'
 def save_model(folder: Path, seed: int = 0) -> Path:
     """Write random weights and the tokenizer as a Hugging Face folder."""
     random_model(seed).save_pretrained(folder)
-    characters = ID | {
-        f"word{i}": i for i in range(96, VOCABULARY)
-    }  # the words are never encoded
+    # The words are never encoded.
+    characters = ID | {f"word{i}": i for i in range(96, VOCABULARY)}
     tokenizer = Tokenizer(models.BPE({"<pad>": 0, "<eos>": EOS} | characters, merges=[]))
     found = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"

@@ -219,12 +219,8 @@ def test_processes_are_used_again_unless_their_episode_failed() -> None:
     (answers,) = together(pool, one_after_another())
     pids = [answer[1].parts["pid"] for answer in answers]
     assert pids[0] == pids[1] == pids[2] != pids[3]
-    assert [answer[1].text for answer in answers] == [
-        "a1",
-        "b1",
-        "c1",
-        "d1",
-    ]  # nothing is left of the last episode
+    # Nothing is left of the last episode.
+    assert [answer[1].text for answer in answers] == ["a1", "b1", "c1", "d1"]
 
 
 def test_coroutine_functions_are_awaited_and_ended_in_time() -> None:

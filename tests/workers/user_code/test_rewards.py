@@ -164,9 +164,8 @@ def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
 async def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]
 ) -> object:
-    extra_info["calls"] = (
-        extra_info.get("calls", 0) + 1
-    )  # what one call writes, another one does not read
+    # What one call writes, another one does not read.
+    extra_info["calls"] = extra_info.get("calls", 0) + 1
     return {
         "score": float(solution_str == ground_truth),
         "acc": extra_info["calls"] == 1,

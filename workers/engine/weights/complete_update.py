@@ -62,9 +62,8 @@ def find_missing(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
         if f"{prefix}.".startswith(tuple(f"{name}." for name in frozen)):
             continue
         info = get_layerwise_info(module)
-        if not info.can_load() or is_deferred_attention_layer(
-            module
-        ):  # needs no weights, or is complete
+        # Needs no weights, or is complete.
+        if not info.can_load() or is_deferred_attention_layer(module):
             continue
         sizes = {
             name: get_tensor_load_numel(parameter)
@@ -208,9 +207,8 @@ def _stack_experts(model: nn.Module) -> None:
             and isinstance(layer, RoutedExperts)
             and layer.local_num_experts == layer.global_num_experts
         ):
-            layer.load_weights = MethodType(
-                _load_experts, layer
-            )  # vLLM asks loaders for their name
+            # vLLM asks loaders for their name.
+            layer.load_weights = MethodType(_load_experts, layer)
 
 
 def _as_it_loads(model: nn.Module) -> Any:

@@ -51,9 +51,8 @@ class EngineClient:
         self._tensor_parallel = tensor_parallel
         self._together = together
         self.version = 0
-        self.lost: set[int] = (
-            set()
-        )  # positions of engines that were lost in the last update
+        # Positions of engines that were lost in the last update.
+        self.lost: set[int] = set()
         self.failure: BallastError | None = None  # of the last update
         self.abort: Callable[[], None] = lambda: None
 

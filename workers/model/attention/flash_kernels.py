@@ -135,9 +135,8 @@ def flash_backward(
             *inputs_of_all, *_on_cuda(block), block.causal, block.window, scale
         )
     if query.device.type != "cpu":
-        no_dropout = torch.zeros(
-            2, dtype=torch.uint64, device=query.device
-        )  # state of an unused generator
+        # State of an unused generator.
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         cuda_arguments, (left, right) = (
             _on_cuda(block),
             window_size(block.causal, block.window),

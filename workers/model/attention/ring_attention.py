@@ -60,9 +60,8 @@ class RingAttention:
 def _zigzag_blocks(
     row: PackedRow, rank: int, size: int, device: torch.device
 ) -> list[tuple[Block, ...]]:
-    halves = [
-        length // (2 * size) for length in row.padded_lengths
-    ]  # of the two segments of each sequence
+    # Of the two segments of each sequence.
+    halves = [length // (2 * size) for length in row.padded_lengths]
     lengths = torch.tensor(halves).repeat_interleave(2)
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
     first, second = to_device(

@@ -230,9 +230,8 @@ class _OfRow:
     def _with_kernel(self, row: StateRow, *arguments: Any, **named: Any) -> Any:
         if self._kernel is CAUSAL_CONV:
             hidden, *others = arguments
-            hidden = (
-                hidden.transpose(1, 2).contiguous().transpose(1, 2)
-            )  # seq_idx asks for it
+            # seq_idx asks for it.
+            hidden = hidden.transpose(1, 2).contiguous().transpose(1, 2)
             return self.__wrapped__(
                 hidden, *others, **named | {"seq_idx": row.segment_of_token}
             )

@@ -109,9 +109,8 @@ class CheckpointWeights:
             for conversion in self.plan.values()
             if not frozen.issuperset(conversion)
         ]
-        model._weight_conversions = list(
-            rules
-        )  # which only the rank that read the files has
+        # Which only the rank that read the files has.
+        model._weight_conversions = list(rules)
 
     def metadata(
         self, plan: Iterable[Conversion], dtype: torch.dtype | None = None

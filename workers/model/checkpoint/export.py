@@ -235,9 +235,8 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
     if all(getattr(config, key, None) == getattr(source_config, key, None) for key in keys):
         return
     config.dtype = dtype
-    config.to_json_file(
-        folder / "config.json"
-    )  # `save_pretrained` refuses generation settings
+    # `save_pretrained` refuses generation settings.
+    config.to_json_file(folder / "config.json")
 
 
 def _on_rank_zero(action: Callable[[], None], path: Path) -> None:

@@ -205,9 +205,8 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     if not linear_names:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
-        return sorted(
-            linear_names
-        )  # peft's default includes an MoE's router and fused experts
+        # peft's default includes an MoE's router and fused experts.
+        return sorted(linear_names)
     names = [name.strip() for name in setting.split(",")]
     for name in names:
         if name not in linear_names:

@@ -137,9 +137,8 @@ class Distilled:
 
     def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
         outputs = log_probs_of(layer, rows.targets)
-        if not len(
-            rows.targets
-        ):  # such as of a rank without sequences, which have no columns
+        # Such as of a rank without sequences, which have no columns.
+        if not len(rows.targets):
             return *outputs, outputs[0]
         teacher = rows.teacher
         if self.whole is None:
@@ -148,9 +147,8 @@ class Distilled:
                 "log_probs": teacher["teacher_top_log_probs"],
             }
             return *outputs, linear_divergence(layer, self.divergence, **top)
-        if (
-            self.own is None
-        ):  # for one mini-batch, because colocated engines need the memory between updates
+        # For one mini-batch, because colocated engines need the memory between updates.
+        if self.own is None:
             self.own = self.whole.on(layer)
         hidden = as_tensor(teacher["teacher_hidden"], self.whole.dtype)
         divergence = linear_divergence(

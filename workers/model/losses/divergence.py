@@ -31,9 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from workers.model.losses.logprobs import Head, OutputLayer, chunks, layer_gradients
 
-LEAST_LOG_PROB = (
-    -60.0
-)  # of the rest of the vocabulary: its gradient divides by its probability
+# Of the rest of the vocabulary: its gradient divides by its probability.
+LEAST_LOG_PROB = -60.0
 
 
 @dataclass(frozen=True)

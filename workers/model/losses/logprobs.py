@@ -162,10 +162,8 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.head = head
         ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
-        return (
-            log_probs.clone(),
-            entropy.clone(),
-        )  # otherwise autograd would keep one memory for both
+        # Otherwise autograd would keep one memory for both.
+        return (log_probs.clone(), entropy.clone())
 
     @staticmethod
     @once_differentiable
@@ -276,9 +274,8 @@ def _differentiate(
             .sub_(grad_log_probs[:, None])
         )
     at_target = grad_log_probs.where(mine, 0.0)[:, None]
-    if (
-        torch.compiler.is_compiling()
-    ):  # a scatter would end the kernel and write the matrix once more
+    # A scatter would end the kernel and write the matrix once more.
+    if torch.compiler.is_compiling():
         grad += at_target.where(
             torch.arange(grad.shape[1], device=ids.device) == ids[:, None], 0.0
         )
@@ -298,9 +295,8 @@ def _chunk_functions(
 
     On an H200, 1.5B parameters and a vocabulary of 151,936, they took 121 of 656 ms of a micro-batch.
     """
-    if (
-        device != "cuda" or shares_vocabulary
-    ):  # the reductions over ranks would split the kernels
+    # The reductions over ranks would split the kernels.
+    if device != "cuda" or shares_vocabulary:
         return _predict, _differentiate
     compiled = partial(torch.compile, recompile_limit=MOST_GRAPHS)
     return compiled(_predict), compiled(_differentiate)

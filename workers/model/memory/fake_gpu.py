@@ -195,9 +195,8 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
     """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU. Collectives do nothing."""
     backend = Backend()
     _setup_privateuseone_for_python_backend(DEVICE, backend)
-    torch.accelerator.current_stream = (
-        backend.current_stream
-    )  # FSDP2 asks there for layers gathered in vain
+    # FSDP2 asks there for layers gathered in vain.
+    torch.accelerator.current_stream = backend.current_stream
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     stand_in()
     # CUDA has one kernel. For other backends torch composes many, with 2 T b f more at the peak.

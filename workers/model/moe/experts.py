@@ -294,6 +294,5 @@ def _product(rows: Tensor, weight: Tensor, order: Order, transposed: bool) -> Te
     weight = weight if transposed else weight.transpose(-2, -1)
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, weight, offs=order.ends)
-    return torch.ops.transformers.grouped_mm_fallback(
-        rows, weight, order.ends
-    )  # torch's takes no float64
+    # torch's takes no float64.
+    return torch.ops.transformers.grouped_mm_fallback(rows, weight, order.ends)

@@ -134,9 +134,8 @@ class RouterReplay(RouterHook):
 
     def _forward_of(self, block: nn.Module, layer: int, model: str) -> Callable[..., Any]:
         compute = block.forward
-        experts = {
-            moe.num_experts for moe in find_experts(block)
-        }  # of all ranks, not yet divided
+        # Of all ranks, not yet divided.
+        experts = {moe.num_experts for moe in find_experts(block)}
 
         def forward(*arguments: Any, **named: Any) -> Any:
             choice = None if self.current is None else self.current[:, layer].long()
@@ -229,9 +228,8 @@ class RouterLosses(RouterHook):
         shared = [parallel.context, parallel.tensor]
         # Ranks with the same sequences.
         self._groups = [mesh.get_group() for mesh in shared if mesh.size() > 1]
-        self._sums = torch.zeros(
-            2, dtype=torch.float64, device=device
-        )  # of both losses, over layers
+        # Of both losses, over layers.
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
         # Counts of the mini-batch.
         self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)
         self._layers = 0
@@ -283,9 +281,8 @@ class RouterLosses(RouterHook):
         cells = rows.cells - mesh.get_local_rank() * width
         here = (rows.cells >= 0) & (cells >= 0) & (cells < width)
         owner = micro_batch.owner
-        is_part = torch.zeros(
-            width + 1, len(micro_batch)
-        )  # one row more, for tokens of other ranks
+        # One row more, for tokens of other ranks.
+        is_part = torch.zeros(width + 1, len(micro_batch))
         is_part[torch.where(here, cells, width), owner] = 1
         return RoutedTokens(*to_device(self._device, is_part[:width], micro_batch.lengths))
 
@@ -327,9 +324,8 @@ class RouterLosses(RouterHook):
             token_counts = torch.zeros_like(logits).scatter_add_(
                 -1, chosen, torch.ones_like(chosen, dtype=logits.dtype)
             )
-            token_counts = (
-                is_part.T @ token_counts
-            )  # [S, E], tokens of each sequence by expert
+            # [S, E], tokens of each sequence by expert.
+            token_counts = is_part.T @ token_counts
             for group in self._groups:
                 dist.all_reduce(token_counts, group=group)
             load = token_counts * (logits.shape[-1] / chosen.shape[-1]) / lengths
@@ -337,9 +333,8 @@ class RouterLosses(RouterHook):
         return (weights * logits.softmax(-1)).sum()
 
     def _z_loss(self, logits: Tensor) -> Tensor:
-        sequences = self.current.is_part.sum(-1).to(
-            logits.dtype
-        )  # [C], how many each cell belongs to
+        # [C], how many each cell belongs to.
+        sequences = self.current.is_part.sum(-1).to(logits.dtype)
         return (sequences / self._tokens * logits.logsumexp(-1).square()).sum()
 
 
@@ -385,9 +380,8 @@ class ExpertLoad(RouterHook):
     def take(self) -> Statistics:
         if not len(self._sizes):
             return {}
-        dist.all_reduce(
-            self._counts
-        )  # no two ranks compute the same tokens in the same layers
+        # No two ranks compute the same tokens in the same layers.
+        dist.all_reduce(self._counts)
         counts = self._counts.double()
         # A layer that saw no token counts as even.
         load = counts.amax(1) * self._sizes / counts.sum(1)

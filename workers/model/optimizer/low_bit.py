@@ -299,9 +299,8 @@ def _zeros_of_blocks(parameter: nn.Parameter, block: int) -> Tensor:
         shape=whole.shape,
         stride=whole.stride(),
     )
-    return sharded.to(
-        parameter.device
-    )  # from_local moves offloaded parts to the mesh's device
+    # from_local moves offloaded parts to the mesh's device.
+    return sharded.to(parameter.device)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -57,9 +57,8 @@ def make_optimizer(
     if config.name == "custom":
         return _custom_optimizer(named, config)
     by_group: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
-    ordered = sorted(
-        named.items(), key=lambda item: item[1] in tower
-    )  # the first group's rate is the metric
+    # The first group's rate is the metric.
+    ordered = sorted(named.items(), key=lambda item: item[1] in tower)
     for name, weight in ordered:
         decays = config.weight_decay_on == "all" or not is_vector(name, weight)
         own_rate = weight in tower and config.vision_learning_rate > 0

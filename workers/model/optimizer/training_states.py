@@ -114,9 +114,8 @@ class TrainingStates:
 
     def _begun(self) -> TrainingState:
         state = self._begin()
-        if (
-            self._limit > 1
-        ):  # now: without a state it would take a step on what another policy has by then
+        # Now: without a state it would take a step on what another policy has by then.
+        if self._limit > 1:
             optimizer_state(state.optimizer)
         return state
 
@@ -136,7 +135,6 @@ class TrainingStates:
         state.gradients = []
 
     def _copy(self, weights: Sequence[Tensor]) -> None:
-        for parameter, weight in zip(
-            self._parameters, weights, strict=False
-        ):  # none of a new policy
+        # None of a new policy.
+        for parameter, weight in zip(self._parameters, weights, strict=False):
             parameter.copy_(weight)

@@ -149,9 +149,8 @@ def unshared_states(features: Mapping[str, Any], ranks: int) -> str:
     """
     kinds = _layer_kinds(features) & set(RECURRENT)
     heads = [features[name] for name in STATE_HEADS if features.get(name)]
-    has_mamba = any(
-        name.startswith("mamba_") for name in features
-    )  # Jamba lists no kinds of layers
+    # Jamba lists no kinds of layers.
+    has_mamba = any(name.startswith("mamba_") for name in features)
     if (has_mamba or kinds - {"conv"}) and not heads:
         return "states that are not by heads"
     undivided = [count for count in heads if count % ranks]
@@ -207,9 +206,8 @@ def head_sizes(config: Any) -> frozenset[int]:
     without attention.
     """
     text = config.get_text_config()
-    if getattr(
-        text, "is_heterogeneous", False
-    ):  # its layers differ, and only they may be asked
+    # Its layers differ, and only they may be asked.
+    if getattr(text, "is_heterogeneous", False):
         sizes = [_head_sizes_of_a_layer(layer) for layer in text.per_layer_config]
         return frozenset().union(*sizes)
     return _head_sizes_of_a_layer(text)

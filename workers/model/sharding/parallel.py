@@ -134,9 +134,8 @@ def limit_waits() -> None:
     ("cpu:gloo,cuda:nccl").
     """
     world = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    if not isinstance(
-        world, dist.ProcessGroupGloo
-    ):  # a group that only stands for ranks has no waits
+    # A group that only stands for ranks has no waits.
+    if not isinstance(world, dist.ProcessGroupGloo):
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:

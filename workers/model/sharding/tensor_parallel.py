@@ -108,9 +108,8 @@ def own_vocabulary(
         return (weight, bias), (None, 0)
     mesh = weight.device_mesh
     vocabulary = weight.shape[0]
-    rows = -(
-        -vocabulary // mesh.size()
-    )  # on all ranks except the last ones, which get the rest
+    # On all ranks except the last ones, which get the rest.
+    rows = -(-vocabulary // mesh.size())
     first = min(mesh.get_local_rank() * rows, vocabulary)
     return (weight.to_local(), None if bias is None else bias.to_local()), (
         mesh.get_group(),

@@ -128,9 +128,8 @@ class Vision:
                 source.append(first + torch.arange(len(places)))
         if not firsts and not self.trains:
             return replace(rows, position_ids=positions)
-        image_cells, places = torch.cat(cells).unique(
-            return_inverse=True
-        )  # sequences share cells
+        # Sequences share cells.
+        image_cells, places = torch.cat(cells).unique(return_inverse=True)
         return replace(
             rows,
             position_ids=positions,
@@ -236,9 +235,8 @@ class Vision:
             and rows.image_source is not None
         )
         embedding: Any = self.model.get_input_embeddings()
-        embeds = embedding(
-            rows.input_ids
-        )  # under tensor parallelism this rank's part of the cells
+        # Under tensor parallelism this rank's part of the cells.
+        embeds = embedding(rows.input_ids)
         features = self.features(rows.images, embeds.dtype)
         cells = rows.image_cells
         source = rows.image_source

@@ -105,9 +105,8 @@ def test_in_bfloat16_it_is_as_near_to_float64_as_all_scores_at_once():
     actual = gradients(block_attention(**narrow, scale=SCALE, softcap=1.5), narrow)
     for name, gradient in actual.items():
         assert gradient.dtype == torch.bfloat16
-        rounding = (
-            2**-7 * expected[name].norm()
-        )  # one bit of bfloat16, which four sinks do not average out
+        # One bit of bfloat16, which four sinks do not average out.
+        rounding = 2**-7 * expected[name].norm()
         assert (gradient - expected[name]).norm() < 1.5 * (
             noise[name] - expected[name]
         ).norm() + rounding, name

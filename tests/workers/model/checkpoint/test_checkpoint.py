@@ -51,9 +51,8 @@ def model(tmp_path_factory) -> str:
 
 def build(model: str, offload: bool = False) -> TrainingEngine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "workers.model.optimizer.optimizer.BUCKET", 1000
-        )  # several, and some parameters are larger
+        # Several, and some parameters are larger.
+        patch.setattr("workers.model.optimizer.optimizer.BUCKET", 1000)
         return build_engine(model, optimizer=OPTIMIZER, offload=offload)
 
 
@@ -203,9 +202,8 @@ def test_a_failed_save_is_also_told_to_the_next_save(model, tmp_path):
         engine.save_checkpoint(tmp_path / "step-1", step=1)
         with refused("step-1", CheckpointError):
             engine.save_checkpoint(tmp_path / "step-2", step=2)
-    assert (
-        os.listdir(tmp_path) == []
-    )  # the next save may come hours later, and the disk is full
+    # The next save may come hours later, and the disk is full.
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_complete_checkpoint_is_not_overwritten_and_a_torn_one_is(model, saved):

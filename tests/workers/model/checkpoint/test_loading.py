@@ -155,10 +155,8 @@ def test_ranks_that_do_not_read_hold_little_more_than_their_shards(
         ("model.layers.1.self_attn.k_norm.weight", True),
         ("model.norm.bias", True),
         ("lm_head.bias", True),
-        (
-            "model.visual.blocks.0.mlp.weight",
-            False,
-        ),  # what a language model is loaded without
+        # What a language model is loaded without.
+        ("model.visual.blocks.0.mlp.weight", False),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
         ("model.layers.0.self_attn.masked_bias", False),
     ],

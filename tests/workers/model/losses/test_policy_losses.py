@@ -223,9 +223,8 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_alone():
         old_log_probs=[0.0] * 2,
         advantages=[-2.0, -2.0],
     )
-    assert loss == pytest.approx(
-        (3 * 2 + 2 * 2) / 2
-    )  # ratio 5 counts as 3, ratio 2 as it is
+    # Ratio 5 counts as 3, ratio 2 as it is.
+    assert loss == pytest.approx((3 * 2 + 2 * 2) / 2)
     assert gradient == pytest.approx([0.0, 2.0])
     assert metrics["dual_clip_fraction"] == 0.5
 
@@ -253,9 +252,8 @@ def test_gspo_clips_whole_sequences():
         advantages=[1.0] * 4,
     )
     assert loss == pytest.approx(-(1.2 + 1.0) / 2)
-    assert gradient == pytest.approx(
-        [0.0, 0.0, -0.25, -0.25]
-    )  # -s A / (sequences * tokens)
+    # -s A / (sequences * tokens).
+    assert gradient == pytest.approx([0.0, 0.0, -0.25, -0.25])
     assert metrics["clip_fraction"] == 0.5
 
 
@@ -264,9 +262,8 @@ def test_sapo_has_the_policy_gradient_on_policy_and_fades_away_from_it():
     loss, gradient, metrics = loss_and_gradient(
         config, [0.0], [1], old_log_probs=[0.0], advantages=[1.0]
     )
-    assert (loss, gradient[0], metrics["sapo_gate"]) == pytest.approx(
-        (-1.0, -1.0, 1.0)
-    )  # sigmoid(0) * 4 / 2
+    # sigmoid(0) * 4 / 2.
+    assert (loss, gradient[0], metrics["sapo_gate"]) == pytest.approx((-1.0, -1.0, 1.0))
     _, gradient, _ = loss_and_gradient(
         config, logs(3.0), [1], old_log_probs=[0.0], advantages=[1.0]
     )

@@ -94,9 +94,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ep and fsdp": (4, {"expert_parallel": 2}),
     "tp": (2, {"tensor_parallel": 2}),
 }
-CASES = [
-    case for case in itertools.product(FAMILIES, LAYOUTS) if case != ("gpt_oss", "tp")
-]  # not shared
+# Not shared.
+CASES = [case for case in itertools.product(FAMILIES, LAYOUTS) if case != ("gpt_oss", "tp")]
 
 
 @pytest.mark.drawn(3)

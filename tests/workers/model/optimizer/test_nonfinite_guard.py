@@ -71,11 +71,8 @@ def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
     unchanged = all(
         torch.equal(weight, before[name]) for name, weight in engine.named_weights()
     )
-    for loss in (
-        sft,
-        without_number(torch.nan),
-        without_number(torch.nan),
-    ):  # a good one starts the count again
+    # A good one starts the count again.
+    for loss in (sft, without_number(torch.nan), without_number(torch.nan)):
         engine.forward_backward(bad, ALL, loss, denominators)
         skipped.append(
             engine.optimizer_step()["skipped_steps"].value * dist.get_world_size()

@@ -66,10 +66,8 @@ ENDS_HIGH = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
             ),
             [0.5, 0.2, 0.4],
         ),
-        (
-            OptimizerConfig(schedule="linear", total_steps=2),
-            [1, 0.5, 0, 0],
-        ),  # wins over the length of the run
+        # Wins over the length of the run.
+        (OptimizerConfig(schedule="linear", total_steps=2), [1, 0.5, 0, 0]),
     ],
 )
 def test_schedules_warm_up_and_fall_to_their_final_ratio(config, expected):
@@ -165,11 +163,12 @@ def trained(offload: bool) -> list[torch.Tensor]:
                 parameter.grad = None
         optimizer.step()
         schedule.step()
+        # Read.
         moments = [
             part + 0
             for state in optimizer_state(optimizer).values()
             for part in state.values()
-        ]  # read
+        ]
     return [*(parameter.detach() for parameter in parameters), *moments]
 
 

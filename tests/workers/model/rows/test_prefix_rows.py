@@ -95,25 +95,16 @@ def test_a_row_computes_each_shared_token_once():
     ("sequences", "minimum", "row"),
     [
         (["pppaab", "pppaac", "pppd", "pq"], 1, "pppaabcdq"),
-        (
-            ["pppaab", "pppaac", "pppd", "pq"],
-            2,
-            "pppaabcdpq",
-        ),  # aa is two more than ppp; p is one
-        (
-            ["pppaab", "pppaac", "pppd", "pq"],
-            4,
-            "pppaabcpppdpq",
-        ),  # ppp alone is too short for d
+        # Aa is two more than ppp; p is one.
+        (["pppaab", "pppaac", "pppd", "pq"], 2, "pppaabcdpq"),
+        # Ppp alone is too short for d.
+        (["pppaab", "pppaac", "pppd", "pq"], 4, "pppaabcpppdpq"),
         (["pppaab", "pppaac", "pppd", "pq"], 6, "pppaabpppaacpppdpq"),
         # up to 16 own tokens for each that is shared
         (["p" + "a" * 16, "p" + "b" * 16], 1, "p" + "a" * 16 + "b" * 16),
         (["p" + "a" * 16, "p" + "b" * 17], 1, "p" + "a" * 16 + "p" + "b" * 17),
-        (
-            ["abc", "abc", "abc"],
-            1,
-            "abccc",
-        ),  # equal sequences share all but their last token
+        # Equal sequences share all but their last token.
+        (["abc", "abc", "abc"], 1, "abccc"),
     ],
 )
 def test_prefixes_that_are_too_short_are_computed_again(sequences, minimum, row):

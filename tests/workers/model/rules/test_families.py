@@ -287,10 +287,8 @@ def test_what_a_family_needs_stands_in_its_file(family):
         (transformers.GraniteConfig(logits_scaling=8.0), 1 / 8),
         (transformers.HyperCLOVAXConfig(logits_scaling=8.0), 8.0),
         (transformers.FalconH1Config(lm_head_multiplier=0.25), 0.25),
-        (
-            transformers.MiniCPM3Config(hidden_size=640, dim_model_base=256),
-            0.4,
-        ),  # a property of its class
+        # A property of its class.
+        (transformers.MiniCPM3Config(hidden_size=640, dim_model_base=256), 0.4),
     ],
 )
 def test_the_factor_on_logits_is_read_from_the_configuration(config, factor):

@@ -88,9 +88,8 @@ def samples(family: str, path: Path) -> DataProto:
             for i in chosen
         ]
         expanded, placed = placeholders.expand(ids, used, "a test")
-        first = max(
-            (each.first + each.tokens for each in placed), default=1
-        )  # images are never predicted
+        # Images are never predicted.
+        first = max((each.first + each.tokens for each in placed), default=1)
         rows.append(
             {
                 "input_ids": torch.from_numpy(expanded),
@@ -278,10 +277,8 @@ def test_a_trained_tower_has_its_own_rate_and_is_saved_and_resumed(
     batch = samples("qwen2_5_vl", path)
     weights, moved = ranks.run(trained_and_saved, 2, str(path), batch, str(tmp_path))[0]
     assert moved["learning_rate"] == pytest.approx(1e-2)
-    for part, rate in (
-        ("model.visual", 1e-3),
-        ("model.language_model", 1e-2),
-    ):  # AdamW's first step is the rate
+    # AdamW's first step is the rate.
+    for part, rate in (("model.visual", 1e-3), ("model.language_model", 1e-2)):
         assert max(
             size for name, size in moved.items() if name.startswith(part)
         ) == pytest.approx(rate, rel=1e-3)
@@ -378,7 +375,6 @@ def test_a_placeholder_that_was_sampled_is_a_token(vision_model: Callable[[str],
     assert rows.image_cells.tolist() == list(
         range(placed.first, placed.first + placed.tokens)
     )
-    assert (
-        rows.position_ids[:, 0, -1].unique().numel() == 1
-    )  # text, after a grid of which some sides are shorter
+    # Text, after a grid of which some sides are shorter.
+    assert rows.position_ids[:, 0, -1].unique().numel() == 1
     assert int(rows.position_ids[0, 0, -1]) < len(ids) - 1
