@@ -20,7 +20,8 @@ except Exception as problem:  # a broken installation may raise anything
         stacklevel=2,
     )
 
-COMPILED = numba is not None
+# NUMBA_DISABLE_JIT=1 leaves functions as they are, without `stats` and without a cache.
+COMPILED = numba is not None and not numba.config.DISABLE_JIT
 PACKAGE = Path(__file__).parents[1]
 """All of `balancing`: loops of its rooms call those of `basics`."""
 

@@ -1,5 +1,7 @@
 """The planner's loops are compiled in a process of their own, beside the start of the roles."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,3 +74,15 @@ def test_code_on_disk_is_recognised(
     assert precompile.is_compiled()
     stats.cache_path = None  # no folder is writable, so a process could leave nothing
     assert precompile.is_compiled()
+
+
+def test_a_run_without_compilation_waits_for_no_code() -> None:
+    """A variable of Numba's leaves functions as they are: nothing is compiled, so nothing is waited for."""
+    script = "from balancing.precompile import is_compiled; print(is_compiled())"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "True\n", result.stderr

@@ -61,6 +61,8 @@ class StreamRaces(TorchDispatchMode):
         self._read: dict[int, list[tuple[Stream, int]]] = {}
         self._owner: dict[int, Stream] = {}
         self._recorded: set[tuple[int, Stream]] = set()
+        # Threads that receive record streams too, while an operator goes through the set.
+        self._lock = threading.Lock()
 
     def new_stream(self) -> Stream:
         races, stream = self, Stream(f"side {len(self._streams)}")
@@ -85,7 +87,8 @@ class StreamRaces(TorchDispatchMode):
             self._local.stream = before
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self._recorded.add((_memory(tensor), stream))
+        with self._lock:
+            self._recorded.add((_memory(tensor), stream))
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -102,11 +105,12 @@ class StreamRaces(TorchDispatchMode):
         changed = _memories(
             [
                 value
-                for given, value in values
-                if given.alias_info and given.alias_info.is_write
+                for argument, value in values
+                if argument.alias_info and argument.alias_info.is_write
             ]
         )
-        self._tick(str(operator), inputs, made, changed)
+        with self._lock:
+            self._tick(str(operator), inputs, made, changed)
         return result
 
     def _tick(self, name: str, inputs: set[int], made: set[int], changed: set[int]) -> None:
