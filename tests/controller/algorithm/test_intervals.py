@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 from itertools import product
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.algorithm import validation_metrics
 from controller.algorithm.validation_metrics import (
     BOOTSTRAP,
     WILSON,
@@ -77,6 +79,25 @@ def test_the_bootstrap_is_the_quantiles_of_all_possible_draws(
     ends = np.quantile(every, [0.06, 0.14, 0.86, 0.94], method="inverted_cdf")
     assert ends[0] - 1e-9 <= low <= ends[1] + 1e-9
     assert ends[2] - 1e-9 <= high <= ends[3] + 1e-9
+
+
+def test_resamples_in_chunks_give_the_same_ends_and_hold_no_more_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 64 prompts in chunks of 128 resamples, of which the last has 80."""
+    values = PromptValues(np.arange(64.0) % 7, np.arange(64.0) % 3 + 1)
+    ends = bootstrap(values, 0.8)
+    numbers = 64 * 128
+    monkeypatch.setattr(validation_metrics, "NUMBERS_AT_A_TIME", numbers)
+    tracemalloc.start()
+    try:
+        chunked_ends = bootstrap(values, 0.8)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert chunked_ends == ends
+    # The chunk, its copy in float64, and a few lists of the means. All resamples at once take 2 MB.
+    assert peak_bytes < 2 * 8 * numbers + 5 * 8 * validation_metrics.RESAMPLES
 
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=40))
