@@ -3,6 +3,7 @@ them.
 """
 
 import math
+import struct
 
 import pytest
 import torch
@@ -79,6 +80,37 @@ def test_the_band_is_without_its_bounds() -> None:
             "clip_cov", covariance_fraction=1.0, clip_cov_low=low, clip_cov_high=high
         )
         assert int(held_back_of(sequences, config).sum()) == count
+
+
+def splitmix64(state: int) -> int:
+    """Mix one number, as in `java.util.SplittableRandom` (Steele et al. 2014)."""
+    state = (state + 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    return state ^ state >> 31
+
+
+def test_clip_cov_draws_the_tokens_with_the_highest_hashes() -> None:
+    """Of a token's log-prob, advantage and position. 0xE220... is the published first number of seed 0."""
+    assert splitmix64(0) == 0xE220A8397B1DCDAF
+    sequences = random_sequences()
+    covariance, mask = covariances(sequences)
+    positions = torch.cat([torch.arange(int(length)) for length in sequences.lengths])
+    advantages = sequences.columns["advantages"].repeat_interleave(sequences.lengths)
+    columns = sequences.tokens["old_log_probs"], advantages, positions
+    priorities = []
+    for numbers in zip(*(column[mask].tolist() for column in columns), strict=True):
+        state = 0
+        for number in numbers:
+            bits = int.from_bytes(struct.pack("<d", number), "little")
+            state = splitmix64((state + bits) % 2**64)
+        priorities.append(state >> 11)
+    band = (covariance > 0.1) & (covariance < 2.0)
+    candidates = band.nonzero().flatten().tolist()
+    count = int(0.1 * len(covariance))
+    highest = sorted(candidates, key=lambda token: priorities[token])[-count:]
+    held_back = held_back_of(sequences, CONFIGS["clip_cov"])[mask]
+    assert held_back.nonzero().flatten().tolist() == sorted(highest)
 
 
 def test_clip_cov_draws_evenly():
