@@ -128,6 +128,37 @@ def test_a_vocabulary_shared_over_ranks_gives_the_same(ranks: RankPool) -> None:
             torch.testing.assert_close(whole, weight, rtol=1e-11, atol=1e-12)
 
 
+def likeliest(tokens: int, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """The teacher's likeliest of the first `tokens` tokens, from this rank's rows of its layer: 7 and 4."""
+    hidden, *rows = (values.detach() for values in models()[1])
+    first = 7 * group.rank() if group else 0
+    stop = first + 7 if group else TEACHERS_TOKENS
+    rows = [values[first:stop] for values in rows]
+    layer = OutputLayer(hidden, *rows, head(TEACHER, group, first), 4)
+    return top_log_probs(layer, count=TOP, tokens=tokens)
+
+
+def likeliest_on_a_rank() -> list[tuple[Tensor, Tensor]]:
+    return [likeliest(tokens, dist.group.WORLD) for tokens in (9, 5)]
+
+
+def test_the_likeliest_are_of_the_first_tokens_and_the_others_are_the_rest(
+    ranks: RankPool,
+) -> None:
+    """The student has fewer tokens than the teacher, perhaps none of a rank's."""
+    log_probs = logits(models()[1], TEACHER).detach().log_softmax(-1)
+    on_ranks = ranks.run(likeliest_on_a_rank, 2)
+    for number, tokens in enumerate((9, 5)):
+        top = log_probs[:, :tokens].topk(TOP)
+        # Otherwise the limit would change nothing.
+        assert (log_probs[:, tokens:].max(-1).values > top.values[:, -1]).any()
+        rest = log_probs.exp().scatter(-1, top.indices, 0.0).sum(-1).log()
+        expected_log_probs = torch.cat([top.values, rest[:, None]], -1)
+        for ids, values in (likeliest(tokens), *(part[number] for part in on_ranks)):
+            assert torch.equal(ids, top.indices)
+            torch.testing.assert_close(values, expected_log_probs, rtol=1e-11, atol=1e-12)
+
+
 distributions = st.lists(st.floats(-8, 8), min_size=6, max_size=6).map(
     lambda each: torch.tensor(each, dtype=torch.float64).log_softmax(-1)
 )
