@@ -4,20 +4,28 @@ them.
 
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.refusals import refused
 from tests.workers.model.losses.loss_cases import tokens_of, with_log_probs
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.batch.dataproto import DataProto
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.metrics import results
 from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, hold_back, make_policy_loss, to_metrics
+from workers.model.losses import (
+    Denominators,
+    hold_back,
+    make_policy_loss,
+    prepare,
+    to_metrics,
+)
 
 CONFIGS = {
     "kl_cov": LossConfig("kl_cov", covariance_fraction=0.1),
@@ -216,6 +224,16 @@ def test_missing_columns_are_named():
     del sequences.tokens["old_log_probs"]
     with pytest.raises(DataError, match="old_log_probs"):
         held_back_of(sequences, CONFIGS["kl_cov"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_micro_batches_of_which_one_has_ranks_by_choice_are_refused(name: str) -> None:
+    sequences = random_sequences()
+    degree = torch.ones(len(sequences), dtype=torch.int64)
+    by_choice = replace(sequences, columns=sequences.columns | {CONTEXT_DEGREE: degree})
+    loss_function = make_policy_loss(CONFIGS[name])
+    with refused("policy.parallel.context_parallel_degree=auto"):
+        prepare(loss_function, [sequences, by_choice], Denominators.of(sequences))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
