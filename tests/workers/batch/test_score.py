@@ -85,6 +85,16 @@ def test_a_function_with_a_name_of_ours_replaces_no_number(name: str) -> None:
     check_parts(score.parts)
 
 
+def test_a_single_function_is_weighted_too_and_keeps_the_names_of_its_parts() -> None:
+    """As several are, whose names stand before their parts."""
+    score = weigh_scores({"exact": SCORED}, {"exact": 0.25}, "response")
+    assert score == Score(0.125, "response", {"format": 0.5}, "42")
+    scores = {"exact": SCORED, "style": Score(-1.0, "", {}, "7")}
+    score = weigh_scores(scores, {"exact": 0.25, "style": 3.0}, "response")
+    parts = {"exact": 0.5, "style": -1.0, "exact/format": 0.5}
+    assert score == Score(0.125 - 3.0, "response", parts, "42")
+
+
 def test_a_part_of_both_reward_function_and_environment_is_refused() -> None:
     with pytest.raises(DataError, match="'format'"):
         check_parts(("exact", "format"), ("format",))
