@@ -1,10 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import ContextDegrees, plan_batch
-from workers.batch.dataproto import CONTEXT_DEGREE
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.dispatch import (
     DispatchMode,
     Join,
@@ -17,7 +19,7 @@ from workers.batch.dispatch import (
     split_arguments,
 )
 from workers.batch.metrics import Metric
-from workers.batch.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch, places
 from workers.errors import DataError
 
 BY_PLAN = DispatchMode(Split.PLAN, Join.TOKENS, ("log_probs",))
@@ -76,11 +78,56 @@ def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
         assert (share[CONTEXT_DEGREE][long] == 2).all()
     assert leaders(ranks, (batch, plan)) == [0, 2, 4, 6]
     assert leaders(ranks, (batch, whole_plan(lengths, 2))) == [0, 4]
-    assert leaders(ranks, ()) == [0, 4]
+    for arguments_without_plan in ((), (batch,), (batch, "a plan")):
+        assert leaders(ranks, arguments_without_plan) == [0, 4]
     found = [np.array(lengths)[plan.for_rank(rank).rows] for rank in range(4)]
     assert join_rows(plan, 5, found).tolist() == lengths
     with pytest.raises(DataError):  # without the other rank of each group
         split_arguments(BY_PLAN, ranks_of(2), (batch, plan), {}, put=id)
+
+
+def test_arguments_behind_the_plan_are_those_of_the_call() -> None:
+    lengths = [5, 3]
+    batch = RemoteBatch({"length": np.array(lengths)}, {})
+    plan = whole_plan(lengths, 2)
+    arguments = split_arguments(
+        BY_PLAN, ranks_of(2), (batch, plan, "third", 4), {"k": 2}, put=lambda share: share
+    )
+    for rank, (positional, keywords) in enumerate(arguments):
+        share, rank_plan, *others = positional
+        assert share["length"].tolist() == [lengths[row] for row in rank_plan.rows]
+        assert rank_plan.rows.tolist() == plan.for_rank(rank).rows.tolist()
+        assert (others, keywords) == (["third", 4], {"k": 2})
+
+
+class RankMethods:
+    """Methods of a worker. Its model does not read the column `hidden`."""
+
+    unread = ("hidden",)
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def read_rows(self, batch: Any, plan: Any, scale: int) -> tuple[Any, ...]:
+        return batch, plan, scale
+
+    @dispatch(Split.ALL)
+    def read_batch(self, batch: Any) -> Any:
+        return batch
+
+
+def test_a_method_split_by_plan_reads_the_rows_of_its_batch(ray_session: None) -> None:
+    import ray
+
+    rows = [{"input_ids": np.array([7, 8, 9]), "hidden": np.zeros(3)}]
+    block = ray.put(DataProto.from_rows(rows))
+    tokens = {name: places(name, [block], [0]) for name in ("input_ids", "hidden")}
+    batch = RemoteBatch({"reward": np.array([0.5])}, tokens)
+    worker = RankMethods()
+    read, *others = worker.read_rows(batch, "plan", scale=2)
+    assert list(read.tokens) == ["input_ids"] and others == ["plan", 2]
+    assert read.tokens["input_ids"].tolist() == [7, 8, 9]
+    # A batch that was read before, and one that all ranks get, are passed on.
+    assert worker.read_rows(read, "plan", 2)[0] is read
+    assert worker.read_batch(batch) is batch
 
 
 @settings(deadline=None)  # the first plan compiles the planner
