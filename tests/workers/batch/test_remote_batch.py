@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refused
-from workers.batch.dataproto import DataProto
-from workers.batch.remote_batch import RemoteBatch, places
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Image, PlacedImage
+from workers.batch.remote_batch import IMAGES, RemoteBatch, places
 from workers.errors import DataError
 
 
@@ -40,6 +41,23 @@ def test_joining_keeps_the_order_of_the_parts(
 ) -> None:
     joined = RemoteBatch.concat([batch_of(first), batch_of(second)])
     assert places_of(joined) == first + second
+    lengths = [*range(len(first)), *range(len(second))]
+    assert joined["length"].tolist() == lengths
+    alone = RemoteBatch.concat([batch_of(first)])
+    assert (places_of(alone), alone["length"].tolist()) == (first, lengths[: len(first)])
+
+
+def test_a_batch_without_images_joins_one_with_them() -> None:
+    image = PlacedImage(Image(1, 28, 28, b""), first=0, tokens=1)
+    with_images = RemoteBatch({IMAGES: object_column([(image,), ()])}, {})
+    without = RemoteBatch({}, {"input_ids": places("input_ids", "abc", range(3))})
+    both = RemoteBatch.concat(
+        [with_images.with_tokens(**without.select([0, 1]).tokens), without]
+    )
+    assert both[IMAGES].tolist() == [(image,), (), (), (), ()]
+    assert list(both.light.columns) == list(without.columns)
+    with refused("zero batches", DataError):
+        RemoteBatch.concat([])
 
 
 def test_meta_data_travel_with_every_selection_and_must_agree_to_be_joined() -> None:
