@@ -7,7 +7,6 @@ import pytest
 
 from controller.config.functions import requested_columns
 from tests.refusals import refused
-from workers.batch.score import as_score
 from workers.environment import Observation
 from workers.errors import DataError
 from workers.user_code.environments import try_environment
@@ -128,30 +127,6 @@ def test_verls_batched_form_is_named() -> None:
         )
 
 
-def test_verls_mapping_is_read() -> None:
-    score = as_score({"score": 0.5, "acc": True, "pred": "4"}, "x")
-    assert (score.reward, score.parts, score.answer) == (0.5, {"acc": 1.0}, "4")
-    assert as_score({"score": 0.0, "acc": False, "pred": None}, "x").answer == ""
-    assert as_score({"reward": 1.0, "score": 0.5}, "x").parts == {"score": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ({"reward": 1.0, "exact": None}, "'exact' is None"),
-        ({"reward": None, "exact": 1.0}, "'reward' is None"),
-        ({"score": None, "acc": True}, "'score' is None"),
-        ({"score": 1.0, "note": "good"}, "'note' is 'good'"),
-        ({"reward": 1.0, "exact": [1]}, "'exact' is [1]"),
-        ({"reward": float("inf")}, "'reward' is inf"),
-    ],
-)
-def test_a_part_that_is_no_number_is_named(value: dict[str, Any], named: str) -> None:
-    with pytest.raises(DataError) as caught:
-        as_score(value, "x")
-    assert named in str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["mean", "std", "kl", "failures", "environment"])
 def test_a_part_with_a_name_of_ours_is_refused_before_a_run(name: str) -> None:
     def reward(response: str) -> dict[str, float]:
@@ -166,33 +141,6 @@ def test_a_part_with_a_name_of_ours_is_refused_before_a_run(name: str) -> None:
         RECORD,
         10,
     )
-
-
-def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
-    assert as_score(1, "x").reward == 1.0
-    score = as_score({"reward": 0.5, "exact": True}, "x")
-    assert (score.reward, score.parts) == (0.5, {"exact": 1.0})
-    assert [
-        as_score({"reward": 1, "answer": answer}, "x").answer for answer in (None, "", 4)
-    ] == [
-        "",
-        "",
-        "4",
-    ]
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, "high", {"scores": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}],
-)
-def test_what_is_no_reward_is_refused(value: object) -> None:
-    with refused(
-        "'x'" if not isinstance(value, dict) or "reward" in value else "'reward'", DataError
-    ):
-        as_score(value, "x")
 
 
 def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path: Path) -> None:

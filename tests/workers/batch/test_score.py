@@ -1,9 +1,14 @@
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
+from tests.refusals import refused
 from workers.batch.score import (
     Score,
     add_environment,
+    as_score,
     check_parts,
     weigh_scores,
     with_texts,
@@ -83,6 +88,47 @@ def test_a_function_with_a_name_of_ours_replaces_no_number(name: str) -> None:
         {f"{name}_function": 9.0, "exact": 0.25, "exact/mean": 4.0},
     )
     check_parts(score.parts)
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (True, Score(1.0, "text")),
+        ({"reward": 0.5, "exact": 1, "answer": 4}, Score(0.5, "text", {"exact": 1.0}, "4")),
+        ({"reward": 0.5, "score": 2.0}, Score(0.5, "text", {"score": 2.0})),
+        ({"score": 2.0, "acc": True, "pred": "4"}, Score(2.0, "text", {"acc": 1.0}, "4")),
+        ({"score": 0.0, "pred": None}, Score(0.0, "text")),
+        (
+            {"score": 2.0, "pred": 3.0, "answer": "4"},
+            Score(2.0, "text", {"pred": 3.0}, "4"),
+        ),
+    ],
+)
+def test_a_value_becomes_a_score_by_our_names_or_verls(value: Any, score: Score) -> None:
+    assert as_score(value, "text") == score
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"exact": 1.0}, "without 'reward'"),
+        ({"reward": 1.0, "exact": 3.5e38}, "where 'exact' is 3.5e+38"),
+        ({"reward": 1.0, "exact": None}, "where 'exact' is None"),
+        ({"reward": 1.0, "exact": [1]}, "where 'exact' is [1]"),
+        ({"reward": None, "exact": 1.0}, "where 'reward' is None"),
+        ({"score": math.nan, "acc": True}, "where 'score' is nan"),
+        ({"score": 1.0, "note": "good"}, "where 'note' is 'good'"),
+        ({"reward": math.inf}, "where 'reward' is inf"),
+        ("many", "returned 'many' for 'text'"),
+        (None, "returned None for 'text'"),
+        (-math.inf, "returned -inf for 'text'"),
+    ],
+)
+def test_a_value_without_a_finite_number_is_refused_by_its_name(
+    value: Any, named: str
+) -> None:
+    with refused(named, DataError):
+        as_score(value, "text")
 
 
 def test_a_single_function_is_weighted_too_and_keeps_the_names_of_its_parts() -> None:
