@@ -86,6 +86,12 @@ def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
         split_arguments(BY_PLAN, ranks_of(2), (batch, plan), {}, put=id)
 
 
+def test_a_rank_leads_its_dp_group_unless_it_has_another_place_in_it() -> None:
+    assert RankCoordinates(index=3, dp=3).leads_dp_group
+    for dimension in ("tp", "cp", "pp"):
+        assert not RankCoordinates(index=3, dp=1, **{dimension: 1}).leads_dp_group
+
+
 def test_arguments_behind_the_plan_are_those_of_the_call() -> None:
     lengths = [5, 3]
     batch = RemoteBatch({"length": np.array(lengths)}, {})
