@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refused
-from workers.batch.dataproto import DataProto
+from workers.batch.dataproto import DataProto, record_column
 from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
 
@@ -67,6 +67,23 @@ def test_numbers_become_tensors_in_types_that_torch_indexes_by_and_others_object
         [1, 2],
     )
     assert batch.owner.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2.5, True], np.float64),
+        ([1, "2"], object),
+        (["1", 2], object),
+        ([None, 2.5], object),
+        ([[1], [2]], object),
+    ],
+)
+def test_a_column_of_a_record_is_of_numbers_if_all_its_values_are(
+    values: list[Any], dtype: type
+) -> None:
+    column = record_column(values)
+    assert (column.dtype, column.tolist()) == (dtype, values)
 
 
 @given(LENGTHS, st.data())
