@@ -7,6 +7,7 @@
     rollout actor --offer--> taken --play--> ended           turn: before an answer reaches the agent
 
 If an engine is lost, its session is offered again by name and continues from the turns that the front has.
+If the front is lost, Ray starts it again without sessions, and repeats the calls that wait there.
 """
 
 import asyncio
@@ -30,6 +31,9 @@ from workers.http_limits import guard_protocols
 ASK_SECONDS = 20.0  # that a request waits for a session
 RETURN_SECONDS = (
     30.0  # that a recorded session waits for its agent, before another starts it again
+)
+REPEAT_SECONDS = (
+    30.0  # after a start, in which Ray repeats the calls of a front that was lost
 )
 AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
 SERVER_ERRORS = (
@@ -78,6 +82,19 @@ class _Held:
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def add_record(self, record: SessionRecord) -> None:
+        """Add turns that the front lacks. Those that a client received are the agent's."""
+        nodes = {node.number: node for node in (*record.nodes, *self.record.nodes)}
+        self.record = SessionRecord(
+            tuple(nodes.values()), record.rewards | self.record.rewards
+        )
+        self.add_received(record)
+
+    def add_received(self, record: SessionRecord) -> None:
+        for node in record.nodes:
+            if node.received:
+                self.delivered.update(node.names)
+
     def deliver(self, head: bytes) -> None:
         """Note which answers begin so."""
         self.delivered |= {
@@ -112,7 +129,8 @@ class SessionFront:
         self._most_bytes = int(max_request_mib * MIB)
         self._held: dict[str, _Held] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
-        self._active = time.monotonic()  # when an agent last was
+        self._began = time.monotonic()
+        self._active = self._began  # when an agent last was
         self._listening: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -159,14 +177,11 @@ class SessionFront:
         held = self._held.get(name)
         if held is None:
             held = self._held[name] = _Held(task, record)
-            held.delivered = {
-                response_id
-                for node in record.nodes
-                if node.received
-                for response_id in node.names
-            }
+            held.add_received(record)
             wait_s = RETURN_SECONDS if record.nodes else 0.0
             asyncio.get_running_loop().call_later(wait_s, self._waiting.put_nowait, name)
+        elif not held.record.nodes:  # of a front that was lost since the last turn
+            held.add_record(record)
         held.goes_on = held.taken.is_set()
         since = time.monotonic()
         while not held.taken.is_set():
@@ -202,10 +217,13 @@ class SessionFront:
 
         News of all turns replace what it has.
         """
-        held = self._held.get(name)
+        held = await self._wait_for_session(name)
         if held is None:
             return True
-        old_nodes = () if len(news.nodes) == turn_count else held.record.nodes
+        old_nodes = held.record.nodes
+        if len(news.nodes) == turn_count:
+            old_nodes = ()
+            held.add_received(news)
         nodes = {node.number: node for node in (*old_nodes, *news.nodes)}
         held.record = SessionRecord(tuple(nodes.values()), news.rewards)
         return len(nodes) == turn_count
@@ -217,6 +235,12 @@ class SessionFront:
                 held.ended.set()
                 if held.client is not None:
                     await held.client.close()
+
+    async def _wait_for_session(self, name: str) -> _Held | None:
+        """Return a session, None for an unknown one. A front that was lost knows it once its call is repeated."""
+        while name not in self._held and time.monotonic() < self._began + REPEAT_SECONDS:
+            await asyncio.sleep(AGAIN_SECONDS)
+        return self._held.get(name)
 
     # --- for agents
 
@@ -240,6 +264,9 @@ class SessionFront:
                 return web.Response(status=204, headers={"Retry-After": "1"})
             held = self._held.get(name)
         held.taken.set()
+        # Until its engine knows, a front that is lost would offer the session to another agent, too.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(held.placed.wait(), deadline - time.monotonic())
         url = f"{origin}/sessions/{name}"
         access = {
             "id": name,
@@ -251,7 +278,7 @@ class SessionFront:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         """Set the reward of a response, or of the session, which ends it."""
-        held = self._find_session(request)
+        held = await self._find_session(request)
         if held.ended.is_set():  # the answer was lost
             return web.json_response({"ended": True})
         answer = await self._relay(request, held)
@@ -266,13 +293,13 @@ class SessionFront:
         return answer
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        return await self._relay(request, self._find_session(request))
+        return await self._relay(request, await self._find_session(request))
 
-    def _find_session(self, request: web.Request) -> _Held:
+    async def _find_session(self, request: web.Request) -> _Held:
         """Return the session of a request, which its agent thereby takes again."""
         name = request.match_info["name"]
         self._check(request, self.key_of(name), self._key)
-        held = self._held.get(name)
+        held = await self._wait_for_session(name)
         if held is None or not (held.taken.is_set() or held.record.nodes):
             raise web.HTTPNotFound(
                 text="No such session is under way. Ask for one: POST /sessions."

@@ -152,6 +152,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {
         "ASK_SECONDS": 0.3,
         "RETURN_SECONDS": 0.4,
+        "REPEAT_SECONDS": 0.4,
         "AGAIN_SECONDS": 0.02,
     }.items():
         monkeypatch.setattr(module, name, seconds)
@@ -379,5 +380,62 @@ def test_what_is_not_allowed_is_refused_in_the_apis_form() -> None:
             )
             with refused("rollout.gateway.port", ConfigError):
                 await taken.start()
+
+    asyncio.run(play())
+
+
+def test_an_agent_asks_a_front_that_was_lost_before_its_calls_are_repeated() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            gateway = await stage.gateway("a")
+            call = stage.begin(stage.call("s", "/sessions/s/v1/chat"))
+            turn = stage.begin(stage.front.turn("s", SessionRecord((node(3),)), 4))
+            await asyncio.sleep(0.05)
+            stage.begin(stage.front.play("s", gateway.url, "1"))
+            assert await call == (200, {"id": "answer-0", "of": "a"})
+            assert not await turn, "the front has none of the earlier turns"
+            await asyncio.sleep(module.REPEAT_SECONDS)
+            assert (await stage.call("other", "/sessions/other/v1/chat"))[0] == 404
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("sent_again", [True, False])
+def test_an_engine_that_is_lost_after_the_front_loses_no_turn(*, sent_again: bool) -> None:
+    """The turns are those that the engine sent again, or those of its last snapshot."""
+
+    async def play() -> None:
+        async with staged() as stage:
+            gateway = await stage.gateway("a")
+            stage.begin(stage.front.play("s", gateway.url, "1"))
+            await soon(lambda: stage.front._held)
+            turns = SessionRecord(
+                (node(0), replace(node(1), received=False)), {"answer-0": 0.5}
+            )
+            if sent_again:
+                assert await stage.front.turn("s", turns, 2)
+            takeover = await stage.front.offer(
+                "s", {}, SessionRecord() if sent_again else turns
+            )
+            assert takeover.goes_on and not takeover.ended
+            assert [turn.received for turn in takeover.record.nodes] == [True, False]
+            assert takeover.record.rewards == {"answer-0": 0.5}
+
+    asyncio.run(play())
+
+
+def test_an_agent_has_a_session_once_its_engine_knows() -> None:
+    """Otherwise a front that is lost in between would offer it to another agent."""
+
+    async def play() -> None:
+        async with staged() as stage:
+            offer = stage.begin(stage.front.offer("s", {}, NOTHING))
+            ask = stage.begin(stage.ask())
+            await offer
+            await asyncio.sleep(0.05)
+            assert not ask.done()
+            gateway = await stage.gateway("a")
+            stage.begin(stage.front.play("s", gateway.url, "1"))
+            assert (await ask)[0] == 200
 
     asyncio.run(play())
