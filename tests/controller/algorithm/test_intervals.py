@@ -84,9 +84,13 @@ def test_the_bootstrap_is_the_quantiles_of_all_possible_draws(
 def test_resamples_in_chunks_give_the_same_ends_and_hold_no_more_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 64 prompts in chunks of 128 resamples, of which the last has 80."""
-    values = PromptValues(np.arange(64.0) % 7, np.arange(64.0) % 3 + 1)
+    """Of 64 prompts in chunks of 128 resamples, of which the last has 80. All have 2,000 draws of seed 0."""
+    sums = np.sqrt(np.arange(64.0))
+    values = PromptValues(sums, np.arange(64.0) % 3 + 1)
     ends = bootstrap(values, 0.8)
+    times = np.random.default_rng(0).multinomial(64, np.full(64, 1 / 64), size=2_000)
+    means = np.sort((times @ sums) / (times @ values.counts))
+    assert ends == pytest.approx((means[199], means[1799]))
     numbers = 64 * 128
     monkeypatch.setattr(validation_metrics, "NUMBERS_AT_A_TIME", numbers)
     tracemalloc.start()
