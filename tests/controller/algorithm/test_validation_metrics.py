@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from controller.algorithm.validation_metrics import (
     ScoredResponse,
+    is_possible,
     majority_is_right,
     pass_at_k,
+    possible_metrics,
     summarize,
 )
 
@@ -67,6 +69,16 @@ def test_several_responses_give_pass_and_majority() -> None:
     assert metrics["pass@2"] == pytest.approx((1 + 2 / 3) / 2)
     assert metrics["pass@3"] == 1.0
     assert metrics["maj@3"] == 0.5
+
+
+@pytest.mark.parametrize("samples", range(1, 10))
+def test_the_possible_metrics_of_a_source_are_those_of_its_responses(samples: int) -> None:
+    responses = [response("a", 1.0, answer="4", exact=1.0) for _ in range(samples)]
+    names = possible_metrics(samples, ["exact"])
+    assert names == list(summarize(responses, "reward", 1.0))
+    assert all(is_possible(f"sums/{name}", samples, ["exact"]) for name in names)
+    for name in (f"pass@{samples + 1}", f"maj@{samples + 1}", "exactly"):
+        assert not is_possible(name, samples, ["exact"])
 
 
 def test_success_may_be_a_part_of_the_reward() -> None:
