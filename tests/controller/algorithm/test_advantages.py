@@ -18,6 +18,7 @@ from controller.algorithm.advantages import (
     has_signal,
     maxrl,
     pass_at_k,
+    share_without_signal,
     whiten,
 )
 from controller.config import Config
@@ -242,6 +243,14 @@ def test_signal_is_a_property_of_the_group() -> None:
         np.array([1.0, 0.5, 0.0, 0.5, 0.5]), np.array(["a", "b", "a", "b", "c"])
     )
     assert signal.tolist() == [True, False, True, False, False]
+
+
+def test_the_share_without_signal_counts_each_group_once() -> None:
+    """Two of three groups, however many samples they have."""
+    rewards = np.array([0.0, 0.5, 1.0, 0.5, 0.5, 0.5])
+    uids = np.array(["a", "b", "a", "b", "c", "b"])
+    assert share_without_signal(rewards, uids) == pytest.approx(2 / 3)
+    assert share_without_signal(rewards[:4], uids[:4]) == 0.5
 
 
 def test_the_settings_offer_estimators_that_are_there() -> None:
