@@ -19,8 +19,10 @@ from workers.model.losses import (
     Denominators,
     ValuePredictions,
     explained_variance,
+    make_score_loss,
     make_value_loss,
     to_metrics,
+    weighted_values,
 )
 from workers.model.rows.packing import pack, pad, read_last
 from workers.model.value_head import load_value_model
@@ -179,6 +181,53 @@ def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
     )
     assert explained_variance(metrics) == pytest.approx(float(expected), rel=1e-9)
     assert explained_variance(cut_metrics) == pytest.approx(float(expected), rel=1e-9)
+
+
+SCORES = [2.0, -1.5, 0.0, -0.5]
+LABELS = [0.0, 0.25, 0.4, 0.5]
+"""The last two are wrong steps, as scored: a score of 0 is not positive, nor a half more than a half."""
+
+
+@pytest.mark.parametrize("name", ["regression", "process"])
+def test_the_loss_of_scores_is_the_mean_of_their_errors(name: str) -> None:
+    scores = torch.tensor(SCORES, dtype=torch.float64, requires_grad=True)
+    batch = predictions(scores, label=LABELS)
+    loss, statistics = make_score_loss(name)(batch, Denominators(4, 4))
+    loss.backward()
+    errors = []
+    slopes = []
+    for score, label in zip(SCORES, LABELS, strict=True):
+        chance = 1 / (1 + math.exp(-score))
+        if name == "regression":
+            errors.append((score - label) ** 2)
+            slopes.append(2 * (score - label))
+        else:
+            errors.append(-label * math.log(chance) - (1 - label) * math.log(1 - chance))
+            slopes.append(chance - label)
+    assert loss.item() == pytest.approx(sum(errors) / 4)
+    assert scores.grad.tolist() == pytest.approx([slope / 4 for slope in slopes])
+    metrics = results(to_metrics([statistics]))
+    assert metrics.pop("loss") == pytest.approx(loss.item())
+    assert metrics == (
+        {"absolute_error": pytest.approx((2.0 + 1.75 + 0.4 + 1.0) / 4)}
+        if name == "regression"
+        else {"accuracy": 0.75}
+    )
+
+
+def test_weighted_values_are_summed_without_a_denominator() -> None:
+    values = torch.tensor([2.0, -1.5], requires_grad=True)
+    batch = predictions(values, coefficient=[0.5, -3.0])
+    loss, statistics = weighted_values(batch, Denominators(7, 7))
+    loss.backward()
+    assert (loss.item(), values.grad.tolist()) == (5.5, [0.5, -3.0])
+    assert results(to_metrics([statistics])) == {"loss": 5.5}
+
+
+def test_returns_of_zero_explain_nothing() -> None:
+    batch = predictions(torch.tensor([0.1, 0.2]), returns=[0.0, 0.0])
+    _, statistics = make_value_loss(ValueLossConfig(clip=0.0))(batch, Denominators(2, 1))
+    assert math.isnan(explained_variance(to_metrics([statistics])))
 
 
 def test_equal_returns_explain_nothing_and_a_clip_needs_the_old_values():
