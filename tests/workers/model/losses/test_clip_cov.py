@@ -139,6 +139,15 @@ def test_clip_cov_draws_evenly():
     assert abs(mean_rank - 0.5) < 4 * math.sqrt(1 / 12 / count)
 
 
+def test_of_a_small_share_the_highest_covariance_alone_is_held_back() -> None:
+    sequences = random_sequences()
+    covariance, mask = covariances(sequences)
+    for fraction in (1e-6, 1.9 / len(covariance)):
+        config = LossConfig("kl_cov", covariance_fraction=fraction)
+        held_back = held_back_of(sequences, config)[mask]
+        assert held_back.nonzero().flatten().tolist() == [int(covariance.argmax())]
+
+
 def test_without_a_candidate_nothing_is_held_back():
     sequences = random_sequences()
     sequences.columns["advantages"].fill_(1.0)
