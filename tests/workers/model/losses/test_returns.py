@@ -1,5 +1,7 @@
 """GAE against the sum of its paper, by hand, and however the sequences are dealt to ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers.batch.dataproto import DataProto
+from workers.batch.dataproto import DataProto, object_column
 from workers.errors import DataError
 from workers.model.losses.returns import (
     KlPenalty,
@@ -117,6 +119,20 @@ def test_whitening_counts_each_value_once() -> None:
     values = torch.tensor([1.0, 3.0, 100.0])
     whitened = whiten(values, counted=torch.tensor([True, True, False]))
     assert whitened.tolist() == pytest.approx([-1.0, 1.0, 98.0], rel=1e-5)
+
+
+def test_turns_of_rows_have_their_rewards_and_discounts_at_their_last_tokens() -> None:
+    """Two rows with tokens of the policy, of two turns and of one, around a row without."""
+    rows = [
+        {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [False, True, False, True, True]},
+        {"input_ids": [1, 2], "loss_mask": [False, False]},
+        {"input_ids": [1, 2, 3], "loss_mask": [False, True, True]},
+    ]
+    turns = object_column([((1, 2.0), (2, -1.0)), (), ((2, 0.5),)])
+    sequences = DataProto.from_list(rows, {"reward": [9.0, 9.0, 9.0]})
+    sequences = replace(sequences, objects={"by_turn": turns})
+    assert token_rewards(sequences).tolist() == [2.0, 0.0, -1.0, 0.0, 0.5]
+    assert discounts(sequences, 0.5, "turn").tolist() == [0.5, 1.0, 0.5, 1.0, 0.5]
 
 
 def test_a_discount_stands_behind_each_token_or_behind_each_turn() -> None:
