@@ -279,6 +279,29 @@ def test_a_part_of_a_turn_has_whole_tokens_and_is_split_at_added_ones(
     assert list(turn.between_added(start, stop)) == between
 
 
+class Pieces:
+    """A tokenizer of words with several characters."""
+
+    words = ("a", "bc", "def")
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return "".join(self.words[number] for number in ids)
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.data())
+def test_whole_tokens_of_a_part_begin_and_end_within_it(
+    ids: list[int], data: st.DataObject
+) -> None:
+    turn = SampledTurn(np.array(ids, np.int32), Pieces())
+    begins = [0, *np.cumsum([len(Pieces.words[number]) for number in ids]).tolist()]
+    start = data.draw(st.integers(0, len(turn.text)))
+    stop = data.draw(st.integers(start, len(turn.text)))
+    assert [turn.place(token) for token in range(len(ids) + 1)] == begins
+    first, last = turn.tokens(start, stop)
+    assert begins[first] == min(begin for begin in begins if begin >= start)
+    assert begins[last] == max(begin for begin in begins if begin <= stop)
+
+
 @pytest.mark.parametrize("written", ["Hm", " Hm ", "H<end>m", "<end>"])
 @pytest.mark.parametrize("before", ["", "<end>:"])
 @pytest.mark.parametrize("behind", ["A:", ""])
@@ -332,7 +355,7 @@ def test_turns_without_a_text_between_them_keep_their_ids() -> None:
     assert listed_parts(parts) == ["again ", ids[0], "", ids[1], "A:"]
 
 
-@pytest.mark.parametrize(("rendered", "shown"), [("  ", "  "), ("\n ", " ")])
+@pytest.mark.parametrize(("rendered", "shown"), [("  ", "  "), ("\n ", " "), ("s  ", "  ")])
 def test_a_turn_without_its_thoughts_begins_with_the_white_space_that_both_texts_have(
     rendered: str, shown: str
 ) -> None:
@@ -346,6 +369,19 @@ def test_a_turn_without_its_thoughts_begins_with_the_white_space_that_both_texts
         tokenizer.ids(f"{shown}Hm<end>").tolist(),
         "A:",
     ]
+
+
+@pytest.mark.parametrize("written", ["", "one"])
+def test_a_turn_that_the_template_leaves_out_takes_nothing_from_the_next(
+    written: str,
+) -> None:
+    tokenizer = Characters()
+    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
+    history.opaque({"content": written}, tokenizer.ids(f"{written}<end>."))
+    second = tokenizer.ids("thoughts  two<end>")
+    message = history.opaque({"content": "two"}, second)
+    parts = history.next_prompt(f"thoughts  {message['content']}<end>A:")[1]
+    assert listed_parts(parts) == ["", second.tolist(), "A:"]
 
 
 class Words(Characters):
