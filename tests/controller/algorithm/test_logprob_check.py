@@ -20,7 +20,7 @@ from controller.algorithm.logprob_check import (
 )
 from controller.config import Config, load
 from tests.controller.stand_ins.run import StandInRun, StandIns
-from workers.batch.metrics import Metric
+from workers.batch.metrics import TOLERANCE, Metric
 from workers.errors import MismatchError
 
 Run = Callable[..., StandInRun]
@@ -45,6 +45,8 @@ NAN = math.nan
         ),
         (2e-3, "float32", AtEqualWeights.NONE, ""),
         (2e-3, "bfloat16", AtEqualWeights.FIRST, ""),
+        (TOLERANCE["float32"], "float32", AtEqualWeights.FIRST, ""),
+        (0.5, "bfloat16", AtEqualWeights.NONE, ""),
         (0.2, "bfloat16", AtEqualWeights.FIRST, "more than rounding in bfloat16"),
         (0.2, "bfloat16", AtEqualWeights.NONE, ""),
         (
