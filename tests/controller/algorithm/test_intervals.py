@@ -130,6 +130,7 @@ def test_wilson_is_for_prompts_that_are_right_or_wrong_and_the_bootstrap_for_the
     # Not [1, 1].
     assert interval(PromptValues.of([1.0] * 20)).low == pytest.approx(0.8389, abs=1e-4)
     assert interval(PromptValues.of([0.5, 0.5])) is None
+    assert interval(PromptValues(np.array([1.0, 3.0]), np.array([2.0, 6.0]))) is None
 
 
 def test_responses_to_one_prompt_count_as_one_observation() -> None:

@@ -81,6 +81,18 @@ def test_the_possible_metrics_of_a_source_are_those_of_its_responses(samples: in
         assert not is_possible(name, samples, ["exact"])
 
 
+def test_prompts_with_fewer_responses_count_as_far_as_theirs_reach() -> None:
+    responses = [response("a", reward, answer="4") for reward in (1, 0, 0)]
+    responses += [response("b", 1, answer="4") for _ in range(3)]
+    responses += [response("c", 0, answer="4") for _ in range(2)]
+    metrics = summarize(responses, "reward", 1.0)
+    assert metrics["reward"] == pytest.approx(4 / 8)
+    assert metrics["pass@1"] == pytest.approx((1 / 3 + 1 + 0) / 3)
+    assert metrics["pass@2"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert metrics["pass@3"] == 1.0
+    assert metrics["maj@3"] == pytest.approx((1 / 3 + 1 + 0) / 3)
+
+
 def test_success_may_be_a_part_of_the_reward() -> None:
     responses = [response("a", 0.9, exact=e) for e in (1.0, 0.0)]
     assert summarize(responses, "exact", 1.0)["pass@1"] == 0.5
