@@ -5,10 +5,11 @@ out by hand.
 import functools
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +19,18 @@ from controller.algorithm.advantages import (
     has_signal,
     maxrl,
     pass_at_k,
+    sequence_advantages,
     share_without_signal,
+    value_metrics,
     whiten,
 )
 from controller.config import Config
 from controller.config.file import settings as settings_of
 from tests.refusals import refused
+from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
+from workers.model.losses import to_metrics
+from workers.model.losses.value import value_statistics
 
 EPSILON = 1e-6
 Row = tuple[int, float, int, float]
@@ -251,6 +257,48 @@ def test_the_share_without_signal_counts_each_group_once() -> None:
     uids = np.array(["a", "b", "a", "b", "c", "b"])
     assert share_without_signal(rewards, uids) == pytest.approx(2 / 3)
     assert share_without_signal(rewards[:4], uids[:4]) == 0.5
+
+
+def test_a_function_reads_samples_and_their_advantages_are_those_of_all_their_rows() -> (
+    None
+):
+    """Of two samples, the first of which has two rows."""
+    columns = {
+        "sample_number": np.array([5, 5, 7]),
+        "response_tokens": np.array([2, 3, 4]),
+        "group_number": np.array([0, 0, 1]),
+    }
+    batch = RemoteBatch(columns, {})
+    rewards = np.array([1.0, 1.0, -0.5])
+
+    def function(samples: Mapping[str, np.ndarray]) -> np.ndarray:
+        assert samples["group"].tolist() == samples["group_number"].tolist() == [0, 1]
+        assert samples["tokens"].tolist() == samples["response_tokens"].tolist() == [5, 4]
+        return 2 * samples["reward"]
+
+    settings_of_function = Config().algorithm
+    settings_of_function.advantage = "custom"
+    advantages = sequence_advantages(settings_of_function, batch, rewards, function)
+    assert (advantages.dtype, advantages.tolist()) == (np.float32, [2.0, 2.0, -1.0])
+    # Of whole samples too: tokens 5 and 4, mean 1/3, deviation sqrt(5)/3 * 1.5.
+    settings_of_function.advantage = "reinforce_plus_plus"
+    advantages = sequence_advantages(settings_of_function, batch, rewards)
+    expected = np.array([2 / 3, 2 / 3, -5 / 6]) / (np.sqrt(20) / 9 * 1.5)
+    assert advantages.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_a_critics_metrics_are_those_before_its_update() -> None:
+    values = torch.tensor([0.5, 1.0, 2.0])
+    returns = torch.tensor([1.0, 1.0, 3.0])
+    metrics = value_metrics(to_metrics([value_statistics(values, returns)]))
+    errors = (returns - values).numpy()
+    assert metrics == pytest.approx(
+        {
+            "values": 3.5 / 3,
+            "returns": 5 / 3,
+            "explained_variance": 1 - errors.var() / returns.numpy().var(),
+        }
+    )
 
 
 def test_the_settings_offer_estimators_that_are_there() -> None:
