@@ -14,6 +14,7 @@ from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import OptimizerConfig
 from workers.model.losses import Denominators, sft
+from workers.model.optimizer import low_bit
 from workers.model.optimizer.low_bit import decode, encode, rounded_to_bfloat16
 from workers.model.optimizer.optimizer import clear_state, make_optimizer, optimizer_state
 from workers.model.sharding.parallel import full_tensor
@@ -107,6 +108,40 @@ def test_vectors_keep_moments_in_float32_with_int8_alone() -> None:
             [("norm", vector)], OptimizerConfig(state_dtype=state_dtype)
         )
         assert optimizer_state(optimizer)[vector]["exp_avg"].dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((5, 16), 16),
+        ((5, 15), 0),
+        ((16, 24), 0),
+        ((3, 5, 48), 16),
+        ((3, 96), 32),
+        ((2, 1024), 256),
+        ((256,), 0),
+    ],
+)
+def test_blocks_divide_rows_and_have_16_to_256_values(
+    shape: tuple[int, ...], block: int
+) -> None:
+    assert low_bit.block_of(torch.empty(shape, device="meta")) == block
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (4, 3, 5), (2, 3, 2, 4), (0, 6)])
+def test_pieces_hold_every_row_once_and_the_places_of_their_elements(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_bit, "PIECE", 12)
+    tensor = torch.empty(shape)
+    parts = list(low_bit.pieces(tensor))
+    rows = [
+        row for part, places in parts for row in range(part.start, part.start + len(places))
+    ]
+    assert rows == list(range(len(rows)))
+    assert all(places.numel() <= 12 for _, places in parts)
+    places = torch.cat([torch.empty(0), *(places.flatten() for _, places in parts)])
+    assert places.tolist() == list(range(tensor.numel()))
 
 
 def stepped(path: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
