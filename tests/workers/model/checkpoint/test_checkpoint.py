@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.refusals import refused
 from tests.workers.model.cpu_engine import assert_same, build_engine, weights
@@ -27,6 +29,7 @@ from tests.workers.model.ranks import PRELOADED, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import OptimizerConfig
 from workers.errors import CheckpointError, DataError
+from workers.model.checkpoint.checkpoint import _aligned, _views
 from workers.model.checkpoint.checkpoint_folder import (
     MANIFEST,
     StoredFile,
@@ -42,6 +45,7 @@ OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1
 )
 COUNT = 12
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +251,17 @@ def test_a_foreign_folder_is_refused_by_name(model, tmp_path):
         assert latest(tmp_path) is None
 
 
+@pytest.mark.parametrize("field", ["step", "world_size"])
+def test_a_manifest_whose_step_or_ranks_are_not_whole_numbers_is_refused(field, tmp_path):
+    whole = {"step": 3, "world_size": 2, "engine": {}, "extra": {}, "files": {}}
+    content = {"format": "ballast checkpoint 1", **whole}
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    assert asdict(read_manifest(tmp_path)) == whole
+    (tmp_path / MANIFEST).write_text(json.dumps(content | {field: "3"}))
+    with refused("must be whole numbers", CheckpointError):
+        read_manifest(tmp_path)
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_names_the_first_difference(
     tmp_path, saved
 ):
@@ -380,6 +395,26 @@ def test_a_folder_and_a_pipe_are_no_manifest(make, tmp_path):
     make(tmp_path / MANIFEST)
     with pytest.raises(CheckpointError, match="is not a file"):
         read_manifest(tmp_path)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)))
+)
+def test_tensors_of_a_copy_share_no_byte_and_fill_its_memory(forms):
+    named = {
+        str(place): (dtype, tuple(shape)) for place, (dtype, shape) in enumerate(forms)
+    }
+    expected = {
+        name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in named.items()
+    }
+    memory = torch.zeros(
+        sum(_aligned(tensor.nbytes) for tensor in expected.values()), dtype=torch.uint8
+    )
+    for name, view in _views(named, memory).items():
+        # A byte of another tensor would no longer be 0.
+        assert not view.any()
+        view.copy_(expected[name])
+    assert_same(_views(named, memory), expected)
 
 
 def copy_and_continue_on_ranks(

@@ -23,7 +23,7 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import files_beside, save_tiny_model
 from workers.config.roles import LoraConfig
 from workers.errors import OutputError
-from workers.model.checkpoint.export import INDEX
+from workers.model.checkpoint.export import INDEX, _describe_as_plain, stored_dtype
 
 
 def save_as(path: Path, family: str, dtype: torch.dtype, **overrides: object) -> str:
@@ -302,3 +302,38 @@ def test_weights_in_two_files_have_an_index(tmp_path):
     assert len(list(target.glob("*.safetensors"))) == 2
     index = json.loads((target / INDEX).read_text())
     assert set(index["weight_map"]) == set(tensors_of(target))
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "expected"),
+    [
+        ("bfloat16", None, torch.bfloat16),
+        (None, "float16", torch.float16),
+        ("bfloat16", "float16", torch.bfloat16),
+        (None, None, torch.float64),
+    ],
+)
+def test_the_dtype_of_a_model_is_its_own_or_its_decoders(tmp_path, whole, text, expected):
+    description = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    if whole:
+        description["dtype"] = whole
+    if text:
+        description["text_config"]["dtype"] = text
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    assert stored_dtype(str(tmp_path), torch.float64) == expected
+
+
+@pytest.mark.parametrize("places", [(), ("whole",), ("text",), ("whole", "text")])
+def test_a_config_of_plain_weights_describes_no_quantization(tmp_path, places):
+    file = tmp_path / "config.json"
+    plain = {"model_type": "gemma3", "text_config": {"hidden_size": 8}}
+    description = json.loads(json.dumps(plain))
+    if "whole" in places:
+        description["quantization_config"] = {"quant_method": "fp8"}
+    if "text" in places:
+        description["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    file.write_text(json.dumps(description))
+    before = file.read_bytes()
+    _describe_as_plain(file)
+    assert json.loads(file.read_text()) == plain
+    assert places or file.read_bytes() == before
