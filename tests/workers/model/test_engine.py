@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -5,13 +7,16 @@ from transformers import AutoModelForCausalLM
 from tests.refusals import refused
 from tests.workers.model.ranks import gloo_loops
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.batch.metrics import results
+from workers.batch.metrics import merge, results
 from workers.config.optimizer import StepSettings
 from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
+from workers.model.losses.distillation import hidden_states, log_probs
+from workers.model.losses.logprobs import OutputLayer
 from workers.model.optimizer.optimizer import clear_state
+from workers.model.rows.packing import ModelInput
 
 ALL = [(0, 11)]
 
@@ -66,6 +71,43 @@ def test_log_probs_stand_at_their_tokens_whatever_the_order_of_micro_batches(pat
     assert not whole[~sequences.tokens["loss_mask"]].any()
     assert results(cut_metrics) == pytest.approx(results(metrics), rel=1e-5)
     assert set(metrics) == {"entropy", "rollout_mismatch_mean", "rollout_mismatch_max"}
+
+
+CUT = [(6, 11), (0, 0), (0, 2), (2, 6)]
+
+
+def read_states_too(rows: ModelInput, layer: OutputLayer) -> tuple[torch.Tensor, ...]:
+    return *hidden_states(rows, layer), *log_probs(rows, layer)
+
+
+def test_sums_and_read_outputs_are_those_of_the_tokens(path):
+    engine, sequences = build(path), random_sequences()
+    whole, metrics = engine.log_probs(sequences, ALL)
+    bounds = sequences.offsets.tolist()
+    expected = [whole[begin:end].double().sum() for begin, end in pairwise(bounds)]
+    for micro_batches in (ALL, CUT):
+        sums = engine.sequence_log_probs(sequences, micro_batches)
+        torch.testing.assert_close(sums, torch.stack(expected), rtol=1e-5, atol=1e-5)
+        (column,) = engine.read_outputs(sequences, micro_batches, log_probs)
+        torch.testing.assert_close(torch.from_numpy(column), whole, rtol=1e-5, atol=1e-5)
+        states, again = engine.read_outputs(sequences, micro_batches, read_states_too)
+        assert states.ndim == 2
+        assert (states.any(axis=1) == sequences.tokens["loss_mask"].numpy()).all()
+        torch.testing.assert_close(torch.from_numpy(again), whole, rtol=1e-5, atol=1e-5)
+    _, entropies, _ = engine.log_probs_and_entropies(sequences, CUT)
+    masked = entropies[sequences.tokens["loss_mask"]]
+    assert results(metrics)["entropy"] == pytest.approx(masked.mean().item(), rel=1e-5)
+
+
+def test_the_mean_of_values_is_over_tokens(path):
+    engine, sequences = build(path, head="value"), random_sequences()
+    # A new head gives 0 everywhere.
+    engine.module.get_parameter("model.score.weight").to_local().data.fill_(0.1)
+    values, metrics = engine.values(sequences, CUT)
+    masked = values[sequences.tokens["loss_mask"]]
+    assert masked.all() and not values[~sequences.tokens["loss_mask"]].any()
+    assert metrics["values"].weight == len(masked)
+    assert results(metrics) == pytest.approx({"values": masked.mean().item()}, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +228,25 @@ def test_settings_of_one_step_are_of_this_step_alone(path):
     engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
     assert results(engine.optimizer_step())["learning_rate"] == 1e-2
     assert engine.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_metrics_of_steps_join_as_means_of_rates_and_norms(path):
+    falling = OptimizerConfig(learning_rate=1e-2, schedule="linear")
+    engine, sequences = build(path, optimizer=falling, total_steps=4), random_sequences()
+    steps = []
+    for _ in range(2):
+        engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+        steps.append(engine.optimizer_step())
+    first, second = map(results, steps)
+    assert (first["learning_rate"], second["learning_rate"]) == (1e-2, 0.75e-2)
+    assert first["grad_norm"] != second["grad_norm"]
+    assert results(merge(steps)) == pytest.approx(
+        {
+            "learning_rate": 0.875e-2,
+            "skipped_steps": 0.0,
+            "grad_norm": (first["grad_norm"] + second["grad_norm"]) / 2,
+        }
+    )
 
 
 def test_a_setting_that_the_optimiser_lacks_is_refused(path):

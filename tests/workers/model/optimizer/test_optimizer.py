@@ -127,6 +127,39 @@ def test_making_the_state_leaves_decaying_weights_and_rates_as_they_are(name: st
     )
 
 
+class Counting(torch.optim.SGD):
+    """SGD that keeps `count` for each parameter."""
+
+    def __init__(self, parameters, rate: float, count: object) -> None:
+        super().__init__(parameters, lr=rate)
+        self.count = count
+
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = self.count
+
+
+def counting_in_tensors(named, config: OptimizerConfig) -> Counting:
+    return Counting([weight for _, weight in named], config.learning_rate, torch.zeros(()))
+
+
+def counting_in_numbers(named, config: OptimizerConfig) -> Counting:
+    return Counting([weight for _, weight in named], config.learning_rate, 0)
+
+
+def test_an_optimizer_of_the_user_keeps_its_state_in_tensors() -> None:
+    named = [("matrix", torch.nn.Parameter(torch.ones(2, 2)))]
+    for function in (counting_in_tensors, counting_in_numbers):
+        name = f"{__name__}:{function.__name__}"
+        config = OptimizerConfig(name="custom", function=name, learning_rate=0.3)
+        if function is counting_in_tensors:
+            assert make_optimizer(named, config).param_groups[0]["lr"] == 0.3
+        else:
+            with refused("its state 'count' of matrix is a int"):
+                make_optimizer(named, config)
+
+
 def test_frozen_parameters_are_left_out():
     trainable, frozen = (
         torch.nn.Parameter(torch.ones(1)),
