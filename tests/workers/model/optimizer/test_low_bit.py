@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.workers.model.cases import way
@@ -55,6 +57,16 @@ def test_a_second_moment_below_the_range_of_its_block_is_not_0() -> None:
     noise = torch.zeros(1, 16, dtype=torch.int32)
     assert 0 < decode(*encode(values, noise, 16, signed=False))[0, 1] < 1e-9
     assert decode(*encode(values, noise, 16, signed=True))[0, 1] == 0
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_the_noise_of_a_place_is_its_lowbias32(number: int) -> None:
+    """https://nullprogram.com/blog/2018/07/31, in whole numbers of any size."""
+    expected = number % 2**32
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        expected = (expected ^ expected >> shift) * factor % 2**32
+    mixed = low_bit._mixed(torch.tensor([number], dtype=torch.int32))
+    assert mixed.item() % 2**32 == expected
 
 
 def updates(
