@@ -12,6 +12,8 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -429,6 +431,12 @@ def _flag_value(texts: Sequence[str]) -> Any:
 
 def parse_value(text: str) -> Any:
     """Return the value as YAML reads it, or the text if it is not YAML."""
+    # The tables of keys have the same few texts for every recipe. Callers change lists.
+    return deepcopy(_parse_text(text))
+
+
+@cache
+def _parse_text(text: str) -> Any:
     if not text or text.lower() in ("no", "yes", "on", "off"):  # booleans of YAML 1.1 alone
         return text
     try:

@@ -9,6 +9,7 @@ only one system has, a recipe is refused.
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from controller.config.aliases import Counterpart
@@ -114,15 +115,27 @@ def recognise_system(
 def keys_of_system(
     system: str, recipe: Mapping[str, Any], rows: Sequence[Counterpart]
 ) -> list[str]:
-    of_system = [row for row in rows if row.system == system]
-    return [key for key in recipe if any(matches(row, key) for row in of_system)]
+    patterns = [replace_hyphens(row.key) for row in rows if row.system == system]
+    names = {pattern for pattern in patterns if "*" not in pattern}
+    families = [pattern for pattern in patterns if "*" in pattern]
+    return [
+        key
+        for key in recipe
+        if replace_hyphens(key) in names
+        or any(fnmatchcase(replace_hyphens(key), family) for family in families)
+    ]
 
 
 def matches(row: Counterpart, key: str) -> bool:
     """Whether the row is of this key: hyphens are underscores, `*` stands for any name."""
-    pattern = row.key.replace("-", "_")
-    name = key.replace("-", "_")
+    pattern = replace_hyphens(row.key)
+    name = replace_hyphens(key)
     return name == pattern if "*" not in pattern else fnmatchcase(name, pattern)
+
+
+@cache
+def replace_hyphens(key: str) -> str:
+    return key.replace("-", "_")
 
 
 def _count_beginnings(recipe: Mapping[str, Any], starts: str | tuple[str, ...]) -> int:
