@@ -154,6 +154,9 @@ def _pools(
     """Yield for each stage processes that act as its first rank."""
     workers = min(jobs, len(os.sched_getaffinity(0)))
     fork = multiprocessing.get_context("fork")
+    # A collection in a fork would walk through everything that this process has imported.
+    gc.collect()
+    gc.freeze()
     of_a_stage = ranks // parallel.pipeline_parallel
     pools = [
         ProcessPoolExecutor(workers, fork, _become, (ranks, stage * of_a_stage))
@@ -236,7 +239,7 @@ def _points(
         return [-(-layers // virtual) * virtual]
     fewest = -(-layer_counts[0] // virtual) * virtual
     points = [fewest + virtual * (count - layer_counts[0]) for count in layer_counts]
-    return points if points[-1] <= layers else [layers]
+    return points if points[-1] < layers else [layers]
 
 
 def extrapolate(points: Mapping[int, float], layers: int) -> float:
