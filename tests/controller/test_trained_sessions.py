@@ -89,7 +89,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     gradients: list[dict[str, Tensor]] = []
     batches: list[RemoteBatch] = []
 
-    async def grow(player: AgentPlayer, request: SampleRequest, access: Access) -> Score:
+    async def grow(player: AgentPlayer, request: SampleRequest, *_: Any) -> Score:
         session = sessions[request.key] = player._sessions[request.seed]
         place = 2 * int(request.uid) % 4 + request.sample
         rng, nodes = np.random.default_rng(place), list[Node]()

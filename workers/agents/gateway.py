@@ -63,6 +63,7 @@ KEEP_ALIVE_SECONDS = (
     600  # clients keep connections: with a short time, they write to one that closes
 )
 OnTurns = Callable[[Sequence[Node]], Awaitable[None]]
+OnEnd = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class ServedSession(OpenSession):
 
     key: str
     on_turns: OnTurns | None
+    on_end: OnEnd | None
     began: float = field(default_factory=time.monotonic)
     exchanges: set[Exchange] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -178,11 +180,12 @@ class Gateway:
         options: Options,
         *,
         on_turns: OnTurns | None = None,
+        on_end: OnEnd | None = None,
         priority: int = 0,
         image_pixels: tuple[int, int] = (0, 2**20),
     ) -> Access:
         """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go
-        out.
+        out. on_end: called when the agent posts the session's reward.
 
         image_pixels: `data.image_pixels`, for images that the agent sends.
         """
@@ -197,6 +200,7 @@ class Gateway:
             image_pixels,
             key=key,
             on_turns=on_turns,
+            on_end=on_end,
         )
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
 
@@ -248,7 +252,9 @@ class Gateway:
         if body is None:  # the client has left
             return
         if route == "/reward":
-            _reward(opened.session, body)
+            response_id = _reward(opened.session, body)
+            if not response_id and opened.on_end is not None:
+                opened.on_end()
             await send_answer(send, 200, b"{}")
             return
         exchange = self._exchange(opened, scope, route, headers, body)
@@ -465,12 +471,17 @@ def _message(body: bytes) -> str:
     return body.decode(errors="replace")
 
 
-def _reward(session: Session, body: bytes) -> None:
-    """Take {"reward": number or null, "response_id": optional}. Raises RefusedError for another body."""
+def _reward(session: Session, body: bytes) -> str:
+    """Take {"reward": number or null, "response_id": optional}. Returns the response's id, empty for the session.
+
+    Raises RefusedError for another body.
+    """
     try:
         fields = json.loads(body)
+        response_id = fields.get("response_id") or ""
         if fields["reward"] is not None:
-            session.reward(fields["reward"], fields.get("response_id") or "")
+            session.reward(fields["reward"], response_id)
+        return response_id
     except DataError as error:
         raise RefusedError(400, str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

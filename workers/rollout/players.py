@@ -5,7 +5,7 @@ AgentPlayer      an agent's process, or one elsewhere by the front --HTTP--> Gat
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +34,10 @@ from workers.user_code.pictures import Pictures
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+# For a front that has passed the agent's reward on. One that was lost since then waits for the reward again.
+END_SECONDS = 30.0
 
 
 class Player(Protocol):
@@ -146,6 +150,7 @@ class AgentPlayer:
             goes_on=takeover.goes_on,
         )
         self._sessions[request.seed] = session
+        ended = asyncio.Event()
         access = self._gateway.open(
             session,
             sampling,
@@ -154,6 +159,7 @@ class AgentPlayer:
             on_turns=partial(self._send_turns, session)
             if self._front is not None
             else None,
+            on_end=ended.set,
             priority=request.priority,
             image_pixels=start.image_pixels,
         )
@@ -162,7 +168,7 @@ class AgentPlayer:
         try:
             if not takeover.ended:
                 score = await wait_while_alive(
-                    self._engine, self._run_agent(request, access)
+                    self._engine, self._run_agent(request, access, ended)
                 )
         except EpisodeError as error:
             failure = str(error)
@@ -183,18 +189,18 @@ class AgentPlayer:
         """Return the open sessions, by their requests' seeds."""
         return {seed: session.snapshot() for seed, session in self._sessions.items()}
 
-    async def _run_agent(self, request: SampleRequest, access: Access) -> Score | None:
-        """Return the reward that the agent gives, if any. Raises EpisodeError."""
+    async def _run_agent(
+        self, request: SampleRequest, access: Access, ended: asyncio.Event
+    ) -> Score | None:
+        """Return the reward that the agent gives, if any. ended: it has posted one. Raises EpisodeError."""
         assert request.start is not None
         if self._agents is not None:
             variables = session_variables(access.base_url, access.session_url, access.key)
             return await self._agents.run(request.start.record, variables)
         limit_s = self._config.agent_timeout_s
+        playing = self._call_front("play", request.session, access.session_url, access.key)
         try:
-            playing = self._call_front(
-                "play", request.session, access.session_url, access.key
-            )
-            await asyncio.wait_for(playing, limit_s)
+            await asyncio.wait_for(_wait_for_end(playing, ended), limit_s)
         except TimeoutError:
             raise EpisodeError(
                 f"took more than rollout.agent_timeout_s={limit_s:g} s"
@@ -215,3 +221,17 @@ class AgentPlayer:
             return await getattr(self._front, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause from None  # without the front's traceback
+
+
+async def _wait_for_end(playing: Awaitable[None], ended: asyncio.Event) -> None:
+    """Wait until the front says that a session has ended, or END_SECONDS after its gateway heard so."""
+    front_task = asyncio.ensure_future(playing)
+    gateway_task = asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait({front_task, gateway_task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({front_task}, timeout=END_SECONDS)
+        if front_task.done():
+            front_task.result()
+    finally:
+        front_task.cancel()
+        gateway_task.cancel()

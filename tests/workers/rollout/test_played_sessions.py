@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
-from workers.agents.gateway import Access
+from workers.agents.front import Takeover
+from workers.agents.gateway import Access, Gateway
 from workers.agents.session import Session
 from workers.batch.score import Score
-from workers.config.roles import RolloutConfig, SamplingConfig
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.requests import EpisodeStart, Response, SampleRequest
 from workers.errors import EpisodeError
+from workers.rollout import players
 from workers.rollout.players import AgentPlayer
 from workers.rollout.results import Sample, finish_session
 
@@ -140,3 +144,43 @@ def test_an_agent_that_dies_with_its_engine_has_not_failed() -> None:
     )
     with pytest.raises(EngineDeadError):
         asyncio.run(player.play(request, SamplingConfig()))
+
+
+class LostFront:
+    """A front that was lost once an agent had posted its reward. Ray repeats `play`, which waits for one."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.offer = SimpleNamespace(remote=self._offer)
+        self.play = SimpleNamespace(remote=self._play)
+        self._gateway = gateway
+
+    async def _offer(self, *_: Any) -> Takeover:
+        turns = session_of().snapshot()
+        return Takeover(turns, goes_on=True)
+
+    async def _play(self, name: str, url: str, key: str) -> None:
+        transport = httpx.ASGITransport(self._gateway)
+        headers = {"x-api-key": key}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://gateway", headers=headers
+        ) as http:
+            for body in ({"reward": 0.25, "response_id": "r0"}, {"reward": 0.75}):
+                answer = await http.post(f"{url}/reward", json=body)
+                assert answer.status_code == 200
+        await asyncio.Event().wait()
+
+
+def test_a_session_whose_reward_the_gateway_has_ends_without_the_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(players, "END_SECONDS", 0.01)
+    engine: Any = SimpleNamespace(errored=False)
+    gateway = Gateway(engine, ModelConfig("model"), RolloutConfig())
+    front = LostFront(gateway)
+    player = AgentPlayer(engine, RolloutConfig(), gateway, None, front, needs_reward=True)
+    request = SampleRequest(
+        "uid", 1, np.arange(3, dtype=np.int32), seed=5, start=EpisodeStart({}, "")
+    )
+    result, _ = asyncio.run(asyncio.wait_for(player.play(request, SamplingConfig()), 60))
+    assert result.environment is not None
+    assert (result.environment.reward, result.environment.failure) == (0.5, "")
