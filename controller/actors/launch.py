@@ -23,9 +23,7 @@ from controller.actors.engine_rooms import EngineRooms
 from controller.actors.judge import Judge, JudgedScoring
 from controller.actors.layout import (
     Pool,
-    is_elastic,
     pools,
-    range_words,
     role_requests,
     training_pool,
 )
@@ -276,7 +274,7 @@ class _Launch:
         self.rooms: EngineRooms | None = None
         self.bundles: dict[str, Reservation] = {}
         for pool in [training_pool(config)] if only else pools(config):
-            if pool.name == "rollout" and is_elastic(config):
+            if pool.name == "rollout" and config.engine_range.is_elastic:
                 self.rooms = self._reserve_rooms(pool)
             else:
                 self.bundles[pool.name] = self._reserve(pool)
@@ -284,7 +282,7 @@ class _Launch:
         if only:
             self.requests = {role: self.requests[role] for role in only}
         actors = ", ".join(f"{r.actors} {r.role}" for r in self.requests.values())
-        engines = f" ({range_words(config)})" if self.rooms else ""
+        engines = f" ({config.engine_range.words_at_start})" if self.rooms else ""
         console.log(f"starting actors: {actors}{engines}")
 
     def _reserve(self, pool: Pool) -> Reservation:

@@ -86,18 +86,6 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
     return Pool("rollout", (bundle | ({"GPU": gpus} if gpus else {}),) * config.engines)
 
 
-def is_elastic(config: TrainingConfig) -> bool:
-    """Whether engines may be added and lost within a range. Then each has a bundle that it reserves alone."""
-    return isinstance(config, Config) and config.engine_range.is_elastic
-
-
-def range_words(config: TrainingConfig) -> str:
-    """Return `1 of 1..4 engines`, which start with the run, or an empty text for a fixed number."""
-    if not isinstance(config, Config) or not config.engine_range.is_elastic:
-        return ""
-    return f"{config.engines} of {config.engine_range} engines"
-
-
 def reserved_by_engine(config: Config) -> float:
     """Return the GPUs that an engine reserves besides the policy's."""
     return (

@@ -74,7 +74,7 @@ class Config(TrainingConfig):
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: "
             f"{self.algorithm.advantage}, {count_noun(self.batch.prompts_per_step, 'prompt')} x "
             f"{count_noun(self.rollout.samples_per_prompt, 'sample')} a step, "
-            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {self.engine_words}, "
+            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {self.engine_range.words}, "
             f"{self.device}"
         )
 
@@ -132,17 +132,9 @@ class Config(TrainingConfig):
 
     @property
     def engine_range(self) -> EngineRange:
-        """Engines that the run needs, and engines that it takes at most."""
         return EngineRange(
             self.engines, max(self.engines, self.rollout.engine_range.maximum)
         )
-
-    @property
-    def engine_words(self) -> str:
-        """The number of engines, such as `1 engine` or `1..4 engines`."""
-        if self.engine_range.is_elastic:
-            return f"{self.engine_range} engines"
-        return count_noun(self.engines, "engine")
 
     @property
     def colocated_engines(self) -> tuple[int, int]:

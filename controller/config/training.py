@@ -21,9 +21,11 @@ from controller.config.sections import (
     ResourcesConfig,
     TrackingConfig,
 )
+from workers.config.engine_range import EngineRange
 from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 
 AMD_DEVICE = Path("/dev/kfd")
+NO_ENGINES = EngineRange(0, 0)
 
 
 def count_noun(number: int, noun: str) -> str:
@@ -76,6 +78,11 @@ class TrainingConfig:
     def samples(self) -> bool:
         """Whether engines sample from the policy while it learns."""
         return False
+
+    @property
+    def engine_range(self) -> EngineRange:
+        """Engines that the run needs, and engines that it takes at most."""
+        return NO_ENGINES
 
     @property
     def temperature(self) -> float:

@@ -17,9 +17,7 @@ from controller.actors.layout import (
     Pool,
     RoleRequest,
     idle_gpus,
-    is_elastic,
     pools,
-    range_words,
     role_requests,
     sum_reserved,
 )
@@ -154,7 +152,7 @@ def _placement(config: TrainingConfig) -> list[str]:
         lines.append(
             f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other"
         )
-    if is_elastic(config):
+    if config.engine_range.is_elastic:
         lines.append(_range_line(config))
     lines.append(
         f"reserved in all: {sum_reserved(config, 'CPU'):g} CPUs, {sum_reserved(config, 'GPU'):g} GPUs"
@@ -165,8 +163,8 @@ def _placement(config: TrainingConfig) -> list[str]:
 def _range_line(config: TrainingConfig) -> str:
     bundle = next(pool.bundles[0] for pool in pools(config) if pool.name == "rollout")
     return (
-        f"{range_words(config)} at the start, each in a bundle that is reserved alone; a further one takes "
-        f"{_bundle(bundle)} once the cluster has it free"
+        f"{config.engine_range.words_at_start} at the start, each in a bundle that is reserved alone; a further "
+        f"one takes {_bundle(bundle)} once the cluster has it free"
     )
 
 

@@ -6,7 +6,7 @@ Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError
 from dataclasses import asdict
 from itertools import groupby
 
-from controller.actors.layout import is_elastic, sum_reserved
+from controller.actors.layout import sum_reserved
 from controller.config import Config
 from controller.preflight.cluster import (
     Cluster,
@@ -100,9 +100,9 @@ def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> l
     for words, nodes in groupby(node_roles, key=lambda item: item[1]):
         numbers = [node for node, _ in nodes]
         lines.append(f"{_numbers('node', numbers)}: {words or 'idle'}")
-    if is_elastic(config):
+    if config.engine_range.is_elastic:
         engines = config.engines + len(placement.further_engines)
-        lines.append(f"there is room for {engines} of {config.engine_range} engines")
+        lines.append(f"there is room for {engines} of {config.engine_range.words}")
     across = groups_across_nodes(config, placement)
     if across:
         lines.append(

@@ -34,11 +34,10 @@ def fits_lines(config: TrainingConfig) -> list[str]:
         return _lines_of_gpus(config)
     if config.joins_cluster:
         return ["fits: unknown until the run asks Ray's cluster. --cluster describes one"]
-    engines = config.engines if isinstance(config, Config) else 0
-    words = config.engine_range if isinstance(config, Config) else 0
+    engines = config.engine_range
     cores = len(os.sched_getaffinity(0))
     return [
-        f"fits: {'yes' if engines <= cores else 'no'} (engines: {words} on {count_noun(cores, 'CPU core')})"
+        f"fits: {'yes' if engines.minimum <= cores else 'no'} (engines: {engines} on {count_noun(cores, 'CPU core')})"
     ]
 
 

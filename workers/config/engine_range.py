@@ -36,7 +36,18 @@ class EngineRange:
 
     @property
     def is_elastic(self) -> bool:
+        """Whether engines may be added and lost. Then each has a bundle that it reserves alone."""
         return self.minimum < self.maximum
+
+    @property
+    def words(self) -> str:
+        """The number of engines, such as `1 engine` or `1..4 engines`."""
+        return f"{self} engine{'' if self.maximum == 1 else 's'}"
+
+    @property
+    def words_at_start(self) -> str:
+        """The engines that start with the run, such as `1 of 1..4 engines`."""
+        return f"{self.minimum} of {self.words}"
 
 
 def read_range(value: Count) -> EngineRange:
