@@ -131,6 +131,17 @@ def test_a_value_without_a_finite_number_is_refused_by_its_name(
         as_score(value, "text")
 
 
+@pytest.mark.parametrize("numbers", [{"reward": math.nan}, {"reward": 1.0, "f": 3.5e38}])
+def test_a_sum_that_is_not_finite_fails_unless_something_else_did(
+    numbers: dict[str, float],
+) -> None:
+    reward = numbers.pop("reward")
+    score = Score(reward, "text", numbers)
+    assert (score.reward, score.parts) == (0.0, {})
+    assert ("f" if numbers else "reward") in score.failure
+    assert Score(reward, "text", numbers, failure="it").failure == "it"
+
+
 def test_a_single_function_is_weighted_too_and_keeps_the_names_of_its_parts() -> None:
     """As several are, whose names stand before their parts."""
     score = weigh_scores({"exact": SCORED}, {"exact": 0.25}, "response")
