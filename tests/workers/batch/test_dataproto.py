@@ -69,6 +69,12 @@ def test_numbers_become_tensors_in_types_that_torch_indexes_by_and_others_object
     assert batch.owner.tolist() == [0, 0, 1, 1, 1]
 
 
+def test_fractions_stay_for_the_engine_to_refuse() -> None:
+    batch = DataProto.from_list([{"input_ids": [1.5, 2.0], "loss_mask": [0, 1]}])
+    assert batch.tokens["input_ids"].tolist() == [1.5, 2.0]
+    assert batch.tokens["loss_mask"].tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [

@@ -164,3 +164,5 @@ def test_plans_that_do_not_fit_and_modes_that_cannot_be_joined_are_refused() -> 
         dispatch(Split.PLAN, Join.TOKENS)
     with pytest.raises(ValueError):
         dispatch(Split.ALL, Join.ROWS)
+    for split, join in ((Split.ALL, Join.LIST), (Split.PLAN, Join.ROWS)):
+        dispatch(split, join)
