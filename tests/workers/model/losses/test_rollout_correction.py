@@ -21,6 +21,7 @@ from workers.model.losses import (
     make_policy_loss,
     to_metrics,
 )
+from workers.model.losses.correction import rollout_mismatch
 
 
 def logs(*values: float) -> list[float]:
@@ -170,6 +171,19 @@ def test_before_the_only_update_the_current_policy_is_the_old_one():
     torch.testing.assert_close(
         predictions.log_probs.grad, torch.tensor([-1.0, -0.25], dtype=torch.float64)
     )
+
+
+def test_the_mismatch_is_the_distance_of_the_current_policy_from_the_sampler() -> None:
+    """Not of the old policy, which may be another."""
+    predictions = tokens_of(
+        [-1.0, -2.0], old_log_probs=[-5.0, -7.0], rollout_log_probs=[-1.5, -0.25]
+    )
+    metrics = results(to_metrics([rollout_mismatch(predictions)]))
+    assert metrics == {
+        "rollout_mismatch_mean": (0.5 + 1.75) / 2,
+        "rollout_mismatch_max": 1.75,
+    }
+    assert rollout_mismatch(tokens_of([-1.0])) == {}
 
 
 def test_correction_without_the_samplers_log_probs_is_refused():
