@@ -5,7 +5,7 @@ import torch
 
 from tests.refusals import refused
 from workers.errors import ConfigError, DataError
-from workers.model.losses.aggregation import Denominators, token_weights
+from workers.model.losses.aggregation import Denominators, aggregate, token_weights
 from workers.model.losses.predictions import PackedTokens
 
 ROWS = torch.tensor([0, 0, 0, 1])  # three tokens of the first row, one of the second
@@ -52,6 +52,23 @@ def test_a_sample_of_several_rows_is_one_sequence(
     columns = predictions(sample_tokens=[5, 5, 5, 2], mini_batch_samples=[3, 3, 3, 3])
     weights = token_weights(columns, DENOMINATORS, aggregation, constant_length=8)
     assert weights.tolist() == pytest.approx(expected)
+
+
+def test_one_of_each_is_enough_and_none_of_any_is_refused() -> None:
+    counts = {"tokens": 1, "sequences": 1, "groups": 1}
+    assert Denominators(**counts) == Denominators(1, 1, 1)
+    for name in counts:
+        with refused("nothing to learn", DataError):
+            Denominators(**counts | {name: 0})
+
+
+def test_an_aggregate_by_a_constant_length_needs_one() -> None:
+    losses = torch.tensor([2.0, 0.0, 0.0, 1.0])
+    aggregation = "sequence_mean_token_sum_norm"
+    share = aggregate(losses, predictions(), DENOMINATORS, aggregation, 8)
+    assert share.item() == pytest.approx(3 / (4 * 8))
+    with refused("constant_length", ConfigError):
+        aggregate(losses, predictions(), DENOMINATORS, aggregation)
 
 
 def test_what_cannot_be_weighted_is_refused() -> None:
