@@ -22,6 +22,7 @@ from workers.model.losses.distillation import (
     as_numpy,
     at_tokens_of,
     distilled,
+    log_probs,
     with_teacher_prompts,
 )
 from workers.model.losses.divergence import linear_divergence, top_log_probs
@@ -118,7 +119,7 @@ def test_the_student_reads_the_divergence_from_its_teachers_columns(kind: str) -
     sequences = samples()
     at_tokens = sequences.tokens["loss_mask"].nonzero().flatten()
     teacher_layer = teacher.on(student)
-    ids, log_probs = top_log_probs(
+    ids, top_values = top_log_probs(
         OutputLayer(hidden, teacher_layer.weight, None, teacher_layer.head, 3),
         count=2,
         tokens=9,
@@ -126,11 +127,11 @@ def test_the_student_reads_the_divergence_from_its_teachers_columns(kind: str) -
     columns = {
         "teacher_hidden": hidden,
         "teacher_top_ids": ids.int(),
-        "teacher_top_log_probs": log_probs,
+        "teacher_top_log_probs": top_values,
     }
     rows = pack(replace(sequences, tokens=sequences.tokens | columns))
     by_top = linear_divergence(
-        student, kind, ids=ids[at_tokens], log_probs=log_probs[at_tokens]
+        student, kind, ids=ids[at_tokens], log_probs=top_values[at_tokens]
     )
     by_vocabulary = linear_divergence(
         student, kind, teacher=teacher_layer, teacher_hidden=hidden[at_tokens]
@@ -181,8 +182,11 @@ def test_a_loss_of_hidden_states_reads_a_copy_of_them() -> None:
     assert isinstance(both, WithHidden) and isinstance(both.read, Distilled)
 
 
-def test_a_teacher_gives_its_likeliest_tokens() -> None:
+def test_a_teacher_gives_its_likeliest_tokens_or_log_probs_of_the_targets() -> None:
     student, _, _ = layers()
+    rows = pack(samples())
+    (outputs,) = log_probs(rows, student)
+    assert torch.equal(outputs, log_probs_of(student, rows.targets)[0])
     outputs = TopTokens(count=2, tokens=5)(pack(samples()), student)
     known = top_log_probs(student, count=2, tokens=5)
     assert all(map(torch.equal, outputs, known))
