@@ -1,11 +1,16 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 
-from controller.config.functions import requested_columns
+from controller.config.functions import (
+    check_reward_function,
+    requested_columns,
+    source_file,
+)
 from tests.refusals import refused
 from workers.environment import Observation
 from workers.errors import DataError
@@ -173,3 +178,55 @@ def test_half_a_character_of_an_environment_stays_in_its_process() -> None:
         "x?",
         Observation("y?", reward=0.0, parts={"z?": 1.0}),
     )
+
+
+REWARDS = """
+from functools import cache
+
+limit = 3
+
+
+def first(completions, **columns):
+    return 0.0
+
+
+async def second(response, answer):
+    return 0.0
+
+
+@cache
+def third(completions):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [("first", "completions"), ("second", ""), ("third", ""), ("fourth", "no fourth")],
+)
+def test_the_parameters_of_the_named_function_alone_are_checked(
+    function: str, named: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    with refused(named) if named else nullcontext():
+        check_reward_function("reward.function", f"{file}:{function}")
+
+
+def test_a_name_is_of_a_file_or_a_module_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain" / "inner").mkdir(parents=True)
+    (tmp_path / "plain" / "inner" / "part.py").touch()
+    (tmp_path / "single.py").touch()
+    files = {
+        "elsewhere/a.py:reward": Path("elsewhere/a.py"),
+        "single:reward": tmp_path / "single.py",
+        "plain.inner.part": tmp_path / "plain" / "inner" / "part.py",
+        # A folder without __init__.py is a package without a file.
+        "plain.inner": None,
+        "plain.missing:reward": None,
+        "single.part": None,
+    }
+    assert {name: source_file(name) for name in files} == files
