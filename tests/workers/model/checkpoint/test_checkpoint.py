@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ from workers.model.checkpoint.checkpoint_folder import (
 )
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
+from workers.model.sharding.parallel import full_tensor
 
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1
@@ -251,17 +253,6 @@ def test_a_foreign_folder_is_refused_by_name(model, tmp_path):
         assert latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("field", ["step", "world_size"])
-def test_a_manifest_whose_step_or_ranks_are_not_whole_numbers_is_refused(field, tmp_path):
-    whole = {"step": 3, "world_size": 2, "engine": {}, "extra": {}, "files": {}}
-    content = {"format": "ballast checkpoint 1", **whole}
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
-    assert asdict(read_manifest(tmp_path)) == whole
-    (tmp_path / MANIFEST).write_text(json.dumps(content | {field: "3"}))
-    with refused("must be whole numbers", CheckpointError):
-        read_manifest(tmp_path)
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_names_the_first_difference(
     tmp_path, saved
 ):
@@ -390,13 +381,6 @@ def wait_for(
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_a_folder_and_a_pipe_are_no_manifest(make, tmp_path):
-    make(tmp_path / MANIFEST)
-    with pytest.raises(CheckpointError, match="is not a file"):
-        read_manifest(tmp_path)
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)))
 )
@@ -444,6 +428,52 @@ def test_a_copy_in_memory_continues_bit_by_bit_on_every_rank(
         assert all(torch.equal(usual[name], restored[name]) for name in usual)
         assert draws == restored_draws
         assert extra == {"prompts": 96}
+
+
+def save_and_copy_in_stages(model: str, path: Path) -> tuple[list[dict], list[bool]]:
+    """Tensors of this rank's stage: trained, from a checkpoint and from a copy. Whether groups are shared."""
+    engine = build_engine(model, optimizer=OPTIMIZER, pipeline_parallel=2)
+    whole = random_sequences(COUNT)
+    groups = []
+
+    def save(*arguments: object, **options: object) -> object:
+        groups.append(options["process_group"])
+        return async_save(*arguments, **options)
+
+    def take_step(trained: TrainingEngine) -> None:
+        halves = [(0, COUNT // 2), (COUNT // 2, COUNT)]
+        trained.forward_backward(whole, halves, sft, Denominators.of(whole))
+        trained.optimizer_step()
+
+    def read_stage(trained: TrainingEngine) -> dict[str, torch.Tensor]:
+        state = trained.module.state_dict()
+        return {name: full_tensor(tensor).clone() for name, tensor in state.items()}
+
+    take_step(engine)
+    async_save = dcp.async_save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp, "async_save", save)
+        saved_at(engine, path, 1)
+    copy = engine.checkpointer.copy({})
+    stages = [read_stage(engine)]
+    other = build_engine(model, optimizer=OPTIMIZER, pipeline_parallel=2)
+    other.load_checkpoint(path / "step-1")
+    stages.append(read_stage(other))
+    take_step(other)
+    other.checkpointer.load_copy(copy)
+    stages.append(read_stage(other))
+    return stages, [group is dist.group.WORLD for group in groups]
+
+
+def test_both_copies_of_a_tied_weight_come_back_and_saves_have_a_group_alone(
+    model, tmp_path, ranks: RankPool
+):
+    """Messages of the thread that saves would mix with those of training."""
+    for stages, shared in ranks.run(save_and_copy_in_stages, 2, model, tmp_path):
+        trained, loaded, copied = stages
+        assert_same(loaded, trained)
+        assert_same(copied, trained)
+        assert shared == [False]
 
 
 def test_a_copy_of_another_model_changes_nothing(model, tmp_path):
