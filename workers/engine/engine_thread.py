@@ -12,6 +12,7 @@ fails on an object of llvmlite that has every attribute.
 """
 
 import asyncio
+import gc
 import queue
 import threading
 from collections.abc import Callable
@@ -193,6 +194,8 @@ class EngineThread(EngineCoreClient):
 
 def engine_in_a_thread(arguments: Any) -> AsyncLLM:
     """Build a one-process engine from `AsyncEngineArgs`."""
+    # vLLM collects garbage five times while it builds an engine: this takes what is imported out of its way.
+    gc.freeze()
     client_factory = EngineCoreClient.__dict__["make_async_mp_client"]
     # vLLM has no setting for it (`make_client`'s TODO).
     EngineCoreClient.make_async_mp_client = EngineThread  # type: ignore[method-assign, assignment]

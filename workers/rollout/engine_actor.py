@@ -21,6 +21,7 @@ import numpy as np
 from workers.agents.gateway import Gateway
 from workers.agents.processes import AgentPool
 from workers.batch.dataproto import DataProto
+from workers.collections_paused import collections_paused
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs
@@ -198,15 +199,16 @@ class VllmEngineActor:
         )
 
     def _build(self) -> "AsyncLLM":
-        arguments = engine_arguments(
-            self.model,
-            self.config,
-            placement=self._placement,
-            max_model_tokens=self._max_model_tokens,
-            seed=self._seed + self.index,
-            transfer_timeout_s=self._transfer_timeout_s,
-        )
-        return build_engine(arguments)
+        with collections_paused():
+            arguments = engine_arguments(
+                self.model,
+                self.config,
+                placement=self._placement,
+                max_model_tokens=self._max_model_tokens,
+                seed=self._seed + self.index,
+                transfer_timeout_s=self._transfer_timeout_s,
+            )
+            return build_engine(arguments)
 
     # --- samples
 

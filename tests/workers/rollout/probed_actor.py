@@ -1,6 +1,7 @@
 """A VllmEngineActor that tells about its engine, a thread, and breaks it. Imports nothing of the driver's."""
 
 import asyncio
+import gc
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,16 @@ from workers.rollout.engine_actor import VllmEngineActor
 
 
 class ProbedActor(VllmEngineActor):
+    def _build(self) -> Any:
+        """Build the engine, and count the collections of young objects meanwhile."""
+        before = gc.get_stats()[0]["collections"]
+        engine = super()._build()
+        self.collections = gc.get_stats()[0]["collections"] - before
+        return engine
+
+    async def collections_of_start(self) -> int:
+        return self.collections
+
     @property
     def core(self) -> Any:
         return self.engine.engine_core._core  # type: ignore[attr-defined]

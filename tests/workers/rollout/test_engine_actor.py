@@ -201,6 +201,13 @@ def test_an_engine_on_a_cpu_has_the_users_arguments_and_vllms_kernels(
     assert engines.call("norm_kernel") == PROVIDER
 
 
+def test_nothing_of_what_an_engine_imports_is_collected_while_it_is_built(
+    engines: Engines,
+) -> None:
+    # vLLM asks for it once, at the end. Its imports alone would make some hundred.
+    assert engines.call("collections_of_start") <= 1
+
+
 def test_all_requests_of_a_round_are_in_its_first_step(engines: Engines) -> None:
     requests = requests_for(8, samples=8)
     engines.call("watch_steps")
