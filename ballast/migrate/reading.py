@@ -63,6 +63,12 @@ LAUNCHER = re.compile(
 )
 """Words that a program's file may follow, behind flags of the launcher."""
 FLAG_IN_COMMAND = re.compile(r"\s--[A-Za-z]")
+BEGINS_COMMAND = ("\n", "&&", "||", "|", ";", "do")
+TOOL = re.compile(
+    r"(?:ray (?:start|stop|status)|(?:uv )?pip3? \w+|uv (?:venv|tool|sync)|(?:hf|huggingface-cli) \w+"
+    r"|git \w+|docker \w+|nvidia-smi|curl|wget|pkill) .*"
+)
+"""Commands beside the one that trains. Their flags are no keys of a recipe."""
 SHELL = re.compile(r"(?:.*/)?(?:ba|z)?sh")
 
 
@@ -323,7 +329,7 @@ def _of_script(text: str, folder: Path) -> Recipe:
     """Return the key.sub=value words, or else `--key value` and `--flag`, over the file that they name."""
     script = ShellScript(text)
     try:
-        words = list(_with_quoted_commands(list(script.words())))
+        words = list(_without_tools(list(_with_quoted_commands(list(script.words())))))
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}.") from None
     overrides = dict(_overrides(words))
@@ -349,6 +355,21 @@ def _with_quoted_commands(words: Sequence[str]) -> Iterator[str]:
             yield "--"
             yield from ShellScript(word).words()
         else:
+            yield word
+
+
+def _without_tools(words: Sequence[str]) -> Iterator[str]:
+    """Leave out the commands that prepare a machine, such as `ray start --head`."""
+    is_tool = False
+    for position, word in enumerate(words):
+        begins_program = LAUNCHER.fullmatch(word) and not word.startswith("$")
+        if word in BEGINS_COMMAND or begins_program:  # a semicolon is no word here
+            is_tool = False
+        elif position == 0 or words[position - 1] in BEGINS_COMMAND:
+            is_tool = (
+                TOOL.fullmatch(" ".join([*words[position : position + 3], ""])) is not None
+            )
+        if not is_tool:
             yield word
 
 

@@ -317,3 +317,21 @@ def test_who_shares_gpus_in_openrlhf_is_named_with_the_reason() -> None:
     assert migration.unknown == []
     reasons = [line for line in migration.without if line.startswith("train.colocate_")]
     assert len(reasons) == 2
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "ray start --head --node-ip-address 127.0.0.1 --num-gpus 8 --disable-usage-stats",
+        "sleep 3\nray stop --force",
+        "pip install -e . --no-deps && uv pip install x --system",
+        "hf download a/b --repo-type dataset --local-dir data",
+        "nvidia-smi --query-gpu=index --format=csv | wc -l",
+    ],
+)
+def test_flags_of_commands_beside_the_program_are_no_keys(tool: str) -> None:
+    train = "python3 train.py --num-rollout 3 --lr 1e-6"
+    wanted = {"num-rollout": 3, "lr": 1e-6}
+    assert dict(read_recipe([f"{tool}\n{train}"])) == wanted
+    assert dict(read_recipe([f"{tool} && {train}\nray stop --force"])) == wanted
+    assert dict(read_recipe([f"{tool}; {train}"])) == wanted
