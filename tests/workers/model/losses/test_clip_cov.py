@@ -200,9 +200,9 @@ def test_all_ranks_draw_the_line_together(name, ranks: RankPool):
 
 
 def of_tokens(config: LossConfig) -> tuple[float, list[float], dict[str, float]]:
-    """Ratios 2 and 3, advantages 1 and -1; the second token is held back."""
+    """Ratios 2 and 3, advantages 1 and -4; the second token is held back."""
     predictions = tokens_of(
-        [math.log(2), math.log(3)], old_log_probs=[0.0, 0.0], advantages=[1.0, -1.0]
+        [math.log(2), math.log(3)], old_log_probs=[0.0, 0.0], advantages=[1.0, -4.0]
     )
     predictions.columns["held_back"] = torch.tensor([False, True])
     loss, statistics = make_policy_loss(config)(predictions, Denominators(2, 1))
@@ -223,8 +223,8 @@ def test_clip_cov_by_hand():
 
 def test_kl_cov_by_hand():
     loss, gradient, metrics = of_tokens(LossConfig("kl_cov", kl_cov_coefficient=0.5))
-    assert loss == pytest.approx((-2 + 3 + 0.5 * math.log(3)) / 2)
-    assert gradient == pytest.approx([-1.0, (3 + 0.5) / 2])
+    assert loss == pytest.approx((-2 + 3 * 4 + 0.5 * math.log(3)) / 2)
+    assert gradient == pytest.approx([-1.0, (3 * 4 + 0.5) / 2])
     assert metrics["held_back_fraction"] == 0.5
 
 
