@@ -183,8 +183,8 @@ def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
     assert explained_variance(cut_metrics) == pytest.approx(float(expected), rel=1e-9)
 
 
-SCORES = [2.0, -1.5, 0.0, -0.5]
-LABELS = [0.0, 0.25, 0.4, 0.5]
+SCORES = [2.0, 0.5, -1.5, 0.0, -0.5]
+LABELS = [0.0, 0.75, 0.25, 0.4, 0.5]
 """The last two are wrong steps, as scored: a score of 0 is not positive, nor a half more than a half."""
 
 
@@ -192,7 +192,7 @@ LABELS = [0.0, 0.25, 0.4, 0.5]
 def test_the_loss_of_scores_is_the_mean_of_their_errors(name: str) -> None:
     scores = torch.tensor(SCORES, dtype=torch.float64, requires_grad=True)
     batch = predictions(scores, label=LABELS)
-    loss, statistics = make_score_loss(name)(batch, Denominators(4, 4))
+    loss, statistics = make_score_loss(name)(batch, Denominators(5, 5))
     loss.backward()
     errors = []
     slopes = []
@@ -204,14 +204,14 @@ def test_the_loss_of_scores_is_the_mean_of_their_errors(name: str) -> None:
         else:
             errors.append(-label * math.log(chance) - (1 - label) * math.log(1 - chance))
             slopes.append(chance - label)
-    assert loss.item() == pytest.approx(sum(errors) / 4)
-    assert scores.grad.tolist() == pytest.approx([slope / 4 for slope in slopes])
+    assert loss.item() == pytest.approx(sum(errors) / 5)
+    assert scores.grad.tolist() == pytest.approx([slope / 5 for slope in slopes])
     metrics = results(to_metrics([statistics]))
     assert metrics.pop("loss") == pytest.approx(loss.item())
     assert metrics == (
-        {"absolute_error": pytest.approx((2.0 + 1.75 + 0.4 + 1.0) / 4)}
+        {"absolute_error": pytest.approx((2.0 + 0.25 + 1.75 + 0.4 + 1.0) / 5)}
         if name == "regression"
-        else {"accuracy": 0.75}
+        else {"accuracy": pytest.approx(4 / 5)}
     )
 
 
