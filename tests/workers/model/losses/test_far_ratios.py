@@ -29,7 +29,7 @@ from workers.model.losses import (
     make_policy_loss,
     to_metrics,
 )
-from workers.model.losses.kl import LARGEST_LOG_RATIO, bounded_exp
+from workers.model.losses.kl import LARGEST_LOG_RATIO, bounded_exp, bounded_expm1
 
 FAR = st.one_of(
     st.floats(-1e4, 1e4, width=32),
@@ -207,7 +207,13 @@ def test_beyond_its_bound_the_exponential_goes_on_along_its_tangent():
     assert found.tolist() == pytest.approx(
         [0.0, math.exp(-1), 1.0, edge, 2 * edge, edge * (1e4 - 39)]
     )
-    assert values.grad.tolist() == pytest.approx([0.0, math.exp(-1), 1.0, edge, edge, edge])
+    slopes = [0.0, math.exp(-1), 1.0, edge, edge, edge]
+    assert values.grad.tolist() == pytest.approx(slopes)
+    values.grad = None
+    less_one = bounded_expm1(values)
+    less_one.sum().backward()
+    assert less_one.tolist() == pytest.approx([value - 1 for value in found.tolist()])
+    assert values.grad.tolist() == pytest.approx(slopes)
 
 
 CORRECTIONS = [
