@@ -1,13 +1,7 @@
-"""An update of a training engine with `model.batch_invariant` on the simulated GPU: which operators it calls.
+"""An update of a training engine with `model.batch_invariant` on the simulated GPU: which operators it calls."""
 
-    python -m tests.workers.model.batch_invariant.simulated none full
-
-The arguments are values of `model.gradient_checkpointing`. Prints the calls by operator of each, as JSON.
-"""
-
-import json
-import sys
 from collections import Counter
+from collections.abc import Iterable
 
 from workers.config.model import ModelConfig
 from workers.config.roles import LossConfig, OptimizerConfig
@@ -60,11 +54,7 @@ def count_operators(checkpointing: str) -> Counter[str]:
     return calls
 
 
-def main() -> None:
+def count_by_mode(modes: Iterable[str]) -> dict[str, Counter[str]]:
+    """Return calls of operators by value of `model.gradient_checkpointing`. Run it in a process of its own."""
     with fake_gpus(1):
-        calls = {mode: count_operators(mode) for mode in sys.argv[1:]}
-    print(json.dumps(calls))
-
-
-if __name__ == "__main__":
-    main()
+        return {mode: count_operators(mode) for mode in modes}

@@ -2,13 +2,13 @@
 layers and its recomputation say.
 """
 
-import json
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.workers.model.batch_invariant.simulated import LAYERS
+from tests.workers.model.batch_invariant.simulated import LAYERS, count_by_mode
+from tests.workers.model.ranks import PRELOADED
 
 MODES = ("none", "full", "selective")
 OF_A_LAYER = {"norm": 4, "linear": 4, "rotation": 1, "attention": 1, "gate": 1}
@@ -17,14 +17,10 @@ OF_A_LAYER = {"norm": 4, "linear": 4, "rotation": 1, "attention": 1, "gate": 1}
 
 @pytest.fixture(scope="module")
 def calls():
-    command = [
-        sys.executable,
-        "-m",
-        "tests.workers.model.batch_invariant.simulated",
-        *MODES,
-    ]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(count_by_mode, MODES).result()
 
 
 @pytest.mark.parametrize("mode", MODES)
