@@ -1,4 +1,8 @@
-"""A package of an environment, as pip installs it without a network: a wheel that borrows this Python's packages."""
+"""A package of an environment, as pip installs it without a network: a wheel that borrows this Python's packages.
+
+Its server ends at its start if the file COUNTING_CLOSED exists, or if it cannot import COUNTING_IMPORT: an
+installation of four CPU seconds serves all tests.
+"""
 
 import sys
 import zipfile
@@ -11,6 +15,9 @@ import json
 import os
 import sys
 
+if os.path.exists(os.environ.get("COUNTING_CLOSED", "")):
+    raise SystemExit("it is closed")
+__import__(os.environ.get("COUNTING_IMPORT", "os"))
 ACTION = {"title": "CountAction", "properties": {"by": {"type": "integer"}}}
 PAGES = {
     "/health": {"status": "healthy"},

@@ -126,11 +126,10 @@ def test_a_server_that_ends_costs_its_episode_alone_and_says_why(package: str) -
 
 
 def test_a_server_that_does_not_start_again_is_named_in_later_episodes(
-    cache: Path, tmp_path: Path
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that forks episodes ends with it, and the next one starts from the beginning."""
-    closed = f"import os\nif os.path.exists({str(tmp_path / 'closed')!r}): raise SystemExit('it is closed')\n"
-    package = str(write_wheel(tmp_path, closed + PROGRAM))
+    monkeypatch.setenv("COUNTING_CLOSED", str(tmp_path / "closed"))
     name = f"openenv:{package}"
     record = dict(task_records(f"{name}?seeds=1")[0])
 
@@ -166,11 +165,12 @@ def test_a_server_ends_when_its_owner_is_killed(package: str, tmp_path: Path) ->
 
 
 def test_a_server_that_does_not_start_is_refused_with_its_cause(
-    cache: Path, tmp_path: Path
+    package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel = write_wheel(tmp_path, "import no_such_module")
+    monkeypatch.setenv("COUNTING_IMPORT", "no_such_module")
     with refused("No module named 'no_such_module'", DataError):
-        task_records(f"openenv:{wheel}?seeds=1")
+        # Records are read once in a process: no other test names these seeds.
+        task_records(f"openenv:{package}?seeds=3")
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,14 @@ def test_a_package_that_is_no_environment_says_so(
 
 
 def test_what_cannot_be_installed_is_refused_with_the_installers_cause(
-    workspace: Path, cache: Path
+    workspace: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workspace / "empty").mkdir()
     environment = "rollout.environment=openenv:empty"
     said = refusal("data.train=openenv:empty?seeds=1", environment)
     assert said.startswith("data.train") and "pyproject.toml" in said
-    with refused("pyproject.toml"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "config.yaml"))
+    with refused("Set XDG_CACHE_HOME to a folder that can be written"):
         find_environment(load("config.yaml", [environment]), {"prompt": "x"}, print)
 
 
