@@ -370,7 +370,7 @@ def gib_of(
 def test_a_dry_run_measures_every_role_once(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """About 20 seconds: only here does a dry run measure by the real engine, in its own process.
+    """About 12 CPU seconds: only here does a dry run measure by the real engine, in its own process.
 
     A second cluster asks the cache. States are 4 bytes of weights a parameter, and 8 of AdamW if it is
     trained.

@@ -48,7 +48,7 @@ def naive(
     return all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(8, covers=True)
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [True, False])
