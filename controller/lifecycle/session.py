@@ -72,6 +72,20 @@ BESIDE = ("adapters", *(role for role in LEARNING_ROLES if role != "policy"))
 """Folders of a run that a repository of the hub gets beside the model."""
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Raise the garbage collector's thresholds. With Python's it takes a sixth of the checks before a run,
+    which import torch and transformers, and a quarter of a step of 65,536 samples.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+@rare_collections()
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     """Run a command: 0 success, 1 failed or stopped, 2 refused before anything started.
 
@@ -214,19 +228,6 @@ def run_training(
             recovering(attempt, config, console.log)
         report(config, console)
         push_to_hub(config, console.log)
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Raise the garbage collector's thresholds. With Python's it takes a quarter of a step of
-    65,536 samples.
-    """
-    usual = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 10)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 def recovering(

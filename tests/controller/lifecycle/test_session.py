@@ -2,6 +2,7 @@
 end.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from controller.engines.fleet import RestartBudget
 from controller.lifecycle.local_ray import ray_folder
 from controller.lifecycle.session import (
     _raylet_end,
+    exit_code,
     push_to_hub,
     ray_session,
     recovering,
@@ -65,6 +68,23 @@ def test_only_a_run_with_steps_left_goes_on(
             f"runs/test has ended after step {steps}. Raise run.steps=10 to continue it\n"
         )
         assert tuple(capsys.readouterr()) == (told, "")
+
+
+def test_a_command_prepares_and_runs_with_rare_collections_and_restores_pythons() -> None:
+    usual = gc.get_threshold()
+    thresholds: list[tuple[int, int, int]] = []
+
+    def note() -> None:
+        thresholds.append(gc.get_threshold())
+
+    def prepare() -> Callable[[], None]:
+        note()
+        return note
+
+    assert exit_code(prepare) == 0
+    assert len(thresholds) == 2
+    assert min(threshold[0] for threshold in thresholds) > usual[0]
+    assert gc.get_threshold() == usual
 
 
 def test_the_summary_has_medians_over_steps() -> None:
