@@ -1,6 +1,7 @@
 """Worker: base of every rank of a role, with its coordinates, process group, threads and device."""
 
 import ctypes
+import gc
 import os
 import socket
 from contextlib import suppress
@@ -42,6 +43,8 @@ class Worker:
         self.coordinates = coordinates
         self.world_size = world_size
         keep_freed_memory()
+        # What the process has imported stays: from here on the garbage collector does not walk it.
+        gc.freeze()
         self._threads = threads
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(

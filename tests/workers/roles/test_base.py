@@ -1,5 +1,6 @@
 """The base of all ranks: its memory, and what Ray's dashboard and logs call it."""
 
+import gc
 import subprocess
 import sys
 
@@ -39,6 +40,17 @@ def kept(begin: str) -> float:
 def test_a_rank_keeps_the_memory_of_freed_tensors_to_use_it_again() -> None:
     assert kept(WORKER) > 0.9
     assert kept("") < 0.2  # glibc by itself
+
+
+def test_the_garbage_collector_does_not_walk_what_a_rank_has_imported() -> None:
+    gc.unfreeze()
+    imported = len(gc.get_objects())
+    try:
+        Worker("policy", RankCoordinates(index=0, dp=0, cp=0, tp=0, pp=0), 1)
+        assert gc.get_freeze_count() >= imported
+        assert len(gc.get_objects()) < imported / 100
+    finally:
+        gc.unfreeze()
 
 
 def test_a_training_actor_says_its_role_and_its_place() -> None:
