@@ -1,5 +1,6 @@
 """What an update has not brought, by vLLM's bookkeeping of its layers, and weights that need a way of their own."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from workers.engine.weights import complete_update
+from workers.engine.weights import complete_update, left_groups
 
+WAIT_S = 60.0
 WEIGHT = "layer.weight"
 BIAS = "layer.bias"
 PARTS = [f"a part of {BIAS}", f"a part of {WEIGHT}"]
@@ -159,3 +161,43 @@ def test_experts_are_loaded_stacked_where_a_layer_holds_all_of_them_as_sent(
     layer.global_num_experts = 4
     complete_update._stack_experts(nn.ModuleList([layer]))
     assert ("load_weights" in vars(layer)) == stacks
+
+
+class Group:
+    """A broadcast that hangs until it is left."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def destroy(self) -> None:
+        self.left.set()
+
+
+def test_an_engine_leaves_the_group_that_its_actor_names_and_joins_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def join(engine: Any, info: Any) -> None:
+        engine.model_update_group = Group()
+
+    def receive(engine: Any, is_whole: bool) -> None:
+        if not is_whole:
+            assert engine.model_update_group.left.wait(WAIT_S)
+
+    kind = complete_update.TimedNCCLWeightTransferEngine
+    for name, function in (
+        ("shutdown", lambda engine: None),
+        ("init_transfer_engine", join),
+        ("receive_weights", receive),
+    ):
+        monkeypatch.setattr(complete_update.NCCLWeightTransferEngine, name, function)
+    monkeypatch.setenv(left_groups.FILE, "")
+    file = left_groups.prepare_file()
+    engine = without_arguments(kind)
+    options = {complete_update.TRANSFER_TIMEOUT: WAIT_S}
+    engine.vllm_config = SimpleNamespace(additional_config=options)
+    for group in (1, 2):
+        engine.init_transfer_engine(None)
+        engine.receive_weights(True)
+        left_groups.leave(file, group)
+        with pytest.raises(TimeoutError, match="was lost"):
+            engine.receive_weights(False)

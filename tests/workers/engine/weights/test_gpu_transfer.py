@@ -1,11 +1,14 @@
 """What vLLM's trainer side is told of a transfer between GPUs. `test_transfers` sends weights through it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 
 from workers.engine.weights import gpu_transfer
+from workers.errors import LostError
 
 METADATA = {
     "wide.weight": torch.empty(10, 4, dtype=torch.float32, device="meta"),
@@ -68,3 +71,64 @@ def test_a_buffer_on_shared_gpus_holds_the_largest_weight(
 ) -> None:
     connect("colocated", 1, 1, asked)
     assert told[0].packed_buffer_size_bytes == expected
+
+
+class Method:
+    """Ray's method of an actor, whose answer is `answer`."""
+
+    def __init__(self, answer: BaseException | None) -> None:
+        self.answer = answer
+        self.calls: list[tuple[Any, ...]] = []
+
+    def remote(self, *arguments: Any) -> "Method":
+        self.calls.append(arguments)
+        return self
+
+
+def engines_that_answer(
+    method: str, answers: list[BaseException | None], patch: pytest.MonkeyPatch
+) -> list[Any]:
+    """Return handles of actors whose answers Ray has in their order."""
+
+    def get(answered: Method) -> None:
+        if answered.answer is not None:
+            raise answered.answer
+
+    def wait(refs: list[Method], **_: Any) -> tuple[list[Method], list[Method]]:
+        return refs[:1], refs[1:]
+
+    patch.setattr("ray.get", get)
+    patch.setattr("ray.wait", wait)
+    return [SimpleNamespace(**{method: Method(answer)}) for answer in answers]
+
+
+@pytest.mark.parametrize(("together", "lost"), [(False, {1, 3}), (True, {1})])
+def test_the_loss_of_a_replica_ends_the_wait_for_others_only_in_a_broadcast(
+    together: bool, lost: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [None, ActorDiedError(), None, ActorDiedError()]
+    engines = engines_that_answer("begin_update", answers, monkeypatch)
+    arguments = [(position,) for position in range(4)]
+    options = {"together": together}
+    assert gpu_transfer.call_replicas(engines, "begin_update", arguments, **options) == lost
+    assert [engine.begin_update.calls for engine in engines] == [
+        [(0,)],
+        [(1,)],
+        [(2,)],
+        [(3,)],
+    ]
+
+
+def test_a_replica_joins_after_all_ranks_of_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = engines_that_answer("init_transfer", [None] * 3, monkeypatch)
+    client = gpu_transfer.EngineClient(engines, tensor_parallel=4, together=True)
+    client.init_weight_transfer_engine({"rank_offset": 1, "port": 5})
+    offsets = [engine.init_transfer.calls for engine in engines]
+    assert offsets == [[({"rank_offset": rank, "port": 5},)] for rank in (1, 5, 9)]
+    (engine,) = engines_that_answer("init_transfer", [ActorDiedError()], monkeypatch)
+    client = gpu_transfer.EngineClient([engine], tensor_parallel=4, together=False)
+    with pytest.raises(LostError, match=r"engines \[0\]"):
+        client.init_weight_transfer_engine({"port": 5})
+    assert engine.init_transfer.calls == [({"port": 5},)]

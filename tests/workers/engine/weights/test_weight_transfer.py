@@ -19,7 +19,7 @@ from safetensors.torch import load
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.workers.rollout import tiny
-from workers.batch.metrics import Metric, Reduction
+from workers.batch.metrics import Metric
 from workers.engine.weights.complete_update import CompleteUpdate
 from workers.engine.weights.weight_delta import (
     CHECK_EVERY,
@@ -154,7 +154,12 @@ def test_metrics_of_a_delta_count_all_its_bytes_and_join_as_the_greatest() -> No
         sum(len(part.tobytes()) for part in parts) / 2**20
     )
     assert metrics["weights_whole"] == Metric.max(0.0)
-    assert metrics["weights_changed"].reduction == Reduction.MAX
+    words = len(pack_weights(weights.items())) // 2
+    assert metrics["weights_changed"] == Metric.max(10 / words)
+    same, metrics = packer.pack(weights.items())
+    assert isinstance(same, WeightDelta)
+    assert (len(same.offsets), len(same.values), same.nbytes) == (0, 0, same.counts.nbytes)
+    assert metrics["weights_changed"] == Metric.max(0.0)
 
 
 def test_a_file_that_differs_from_the_senders_is_noticed() -> None:

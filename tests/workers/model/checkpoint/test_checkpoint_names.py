@@ -43,6 +43,21 @@ def test_mixtral_leaves_under_the_names_that_its_files_have(tmp_path):
     assert_same(weights(build_engine(str(path))), files)
 
 
+def test_a_model_without_files_leaves_by_the_rules_of_its_family(tmp_path):
+    path = save_tiny_model(tmp_path / "model", "mixtral")
+    loaded, described = (
+        [
+            (type(rule), rule.source_patterns, rule.target_patterns)
+            for rule in loading_rules(model)
+        ]
+        for model in (
+            AutoModelForCausalLM.from_pretrained(path),
+            AutoModelForCausalLM.from_config(tiny_config("mixtral")),
+        )
+    )
+    assert loaded and described == loaded
+
+
 def leave(path: str, keepers: list[int | None], parallel: dict[str, int]) -> list[dict]:
     """For each keeper, what this rank was given in bfloat16."""
     engine = build_engine(path, **parallel)
