@@ -233,20 +233,26 @@ def test_settings_of_one_step_are_of_this_step_alone(path):
 def test_metrics_of_steps_join_as_means_of_rates_and_norms(path):
     falling = OptimizerConfig(learning_rate=1e-2, schedule="linear")
     engine, sequences = build(path, optimizer=falling, total_steps=4), random_sequences()
-    steps = []
+    steps, norms = [], []
     for _ in range(2):
         engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+        gradients = [weight.grad.to_local() for weight in engine.module.parameters()]
+        norms.append(torch.stack([part.norm() for part in gradients]).norm().item())
         steps.append(engine.optimizer_step())
     first, second = map(results, steps)
     assert (first["learning_rate"], second["learning_rate"]) == (1e-2, 0.75e-2)
-    assert first["grad_norm"] != second["grad_norm"]
+    assert [first["grad_norm"], second["grad_norm"]] == pytest.approx(norms)
     assert results(merge(steps)) == pytest.approx(
         {
             "learning_rate": 0.875e-2,
             "skipped_steps": 0.0,
-            "grad_norm": (first["grad_norm"] + second["grad_norm"]) / 2,
+            "grad_norm": sum(norms) / 2,
         }
     )
+    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    next(engine.module.parameters()).grad.fill_(torch.nan)
+    skipped = results(engine.optimizer_step())
+    assert skipped == {"learning_rate": 0.5e-2, "skipped_steps": 1.0}
 
 
 def test_a_setting_that_the_optimiser_lacks_is_refused(path):
