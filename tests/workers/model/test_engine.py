@@ -99,6 +99,22 @@ def test_sums_and_read_outputs_are_those_of_the_tokens(path):
     assert results(metrics)["entropy"] == pytest.approx(masked.mean().item(), rel=1e-5)
 
 
+def test_a_loss_that_reads_hidden_states_has_them_at_its_tokens(path):
+    engine, sequences, seen = build(path), random_sequences(dtype=torch.float32), []
+
+    def loss(predictions, denominators):
+        seen.append((predictions.hidden.detach(), predictions.log_probs.detach()))
+        return sft(predictions, denominators)
+
+    loss.reads_hidden = True
+    expected = engine.read_outputs(sequences, ALL, read_states_too)
+    engine.forward_backward(sequences, ALL, loss, Denominators.of(sequences))
+    mask = sequences.tokens["loss_mask"]
+    for tensor, column in zip(seen[0], expected, strict=True):
+        assert tensor.shape == column[mask.numpy()].shape
+        torch.testing.assert_close(tensor, torch.from_numpy(column)[mask])
+
+
 def test_the_mean_of_values_is_over_tokens(path):
     engine, sequences = build(path, head="value"), random_sequences()
     # A new head gives 0 everywhere.

@@ -1,5 +1,7 @@
 """What vLLM's trainer side is told of a transfer between GPUs. `test_transfers` sends weights through it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,3 +134,40 @@ def test_a_replica_joins_after_all_ranks_of_those_before_it(
     with pytest.raises(LostError, match=r"engines \[0\]"):
         client.init_weight_transfer_engine({"port": 5})
     assert engine.init_transfer.calls == [({"port": 5},)]
+
+
+def test_weights_are_gathered_on_one_stream_and_held_for_the_one_that_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[tuple[str, str, str]] = []
+    streams = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            events.append(("wait", self, other))
+
+    class Weight(str):
+        def record_stream(self, reader: str) -> None:
+            events.append(("hold", self, reader))
+
+    @contextmanager
+    def enter(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    def weights() -> Iterator[Any]:
+        for name in ("a", "b"):
+            events.append(("gather", name, streams[-1]))
+            yield name, Weight(name)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    streams.append(Stream("computation"))
+    gathered = iter(gpu_transfer.GatheredWeights(weights, {}))
+    for name, reader in (("a", "first"), ("b", "second")):
+        with enter(Stream(reader)):
+            assert next(gathered) == (name, name)
+        expected = [("gather", name, "computation"), ("wait", reader, "computation")]
+        assert events[-3:] == [*expected, ("hold", name, reader)]
+    assert next(gathered, None) is None
