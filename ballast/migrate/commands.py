@@ -103,7 +103,7 @@ NEVER = r"(?!)"
 NOT_TRANSLATED = (
     ("MindSpeed-RL", PREFERENCES, NEVER, ("megatron_training.stage=dpo",)),
     ("MindSpeed-RL", PPO, NEVER, ("megatron_training.stage=ray_ppo",)),
-    ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
+    ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.", "policy.")),
     ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
     ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
     (

@@ -48,6 +48,8 @@ PLACEHOLDERS = {
     "reward.function": "reward.py:reward",
 }
 
+NAMED_SECTIONS = ("env.", "select.", "distillation.")
+"""Sections whose keys hold names of the user."""
 PLAYERS = ("rollout.tools", "rollout.environment", "rollout.agent", "rollout.agent_command")
 """Settings of who plays a sample's turns."""
 OF_PLAYERS = (
@@ -136,9 +138,7 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
         for _, value, row, _ in rows
         if value is not None and "$" not in str(value)
     }
-    named = {
-        key: value for key, value in recipe.items() if key.startswith(("env.", "select."))
-    }
+    named = {key: value for key, value in recipe.items() if key.startswith(NAMED_SECTIONS)}
     defaults = {key: migration.settings[key] for key in migration.defaults}
     copied = dict(migration.settings)
     derive(system, named | row_values, migration.settings, migration.open)

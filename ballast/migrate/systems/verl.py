@@ -11,6 +11,7 @@ from ballast.migrate.rules import (
     ask_for_steps,
     count,
     decay_all,
+    is_on,
     move_discount,
     name_episodes,
     paths_of,
@@ -19,6 +20,8 @@ from ballast.migrate.rules import (
     shares_of,
     steps_to_updates,
 )
+from ballast.migrate.systems.verl_distillation import ENABLED, derive_distillation
+from ballast.migrate.systems.verl_distillation import KEYS as KEYS_OF_DISTILLATION
 
 GROUPS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 OF_A_CRITIC = ("sequence_mean_token_mean", "sequence_mean_token_sum")
@@ -57,19 +60,18 @@ KEYS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.total_epochs",
+    *KEYS_OF_DISTILLATION,
 )
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """Drop the target of a fixed coefficient, and add what is left to defaults: alpha of Megatron's adapters,
-    turns.
+    """Drop the target of a fixed coefficient and a teacher that is switched off. Add what is left to defaults:
+    alpha of Megatron's adapters, turns.
     """
-    is_fixed = recipe.get(f"{KL}type") != "adaptive"
-    counting = {
-        key: value
-        for key, value in recipe.items()
-        if not is_fixed or key not in OF_ADAPTIVE
-    }
+    off = () if recipe.get(f"{KL}type") == "adaptive" else OF_ADAPTIVE
+    if not is_on(recipe, ENABLED):
+        off = (*off, "distillation.")
+    counting = {key: value for key, value in recipe.items() if not key.startswith(off)}
     # Read there where a record has images.
     for key in OF_IMAGES & getattr(recipe, "defaults", frozenset()):
         del counting[key]
@@ -101,6 +103,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
             settings[f"{role}.cpu_offload"] = "all"
     _gpus(recipe, settings, to_decide)
     _optimizers(recipe, settings)
+    derive_distillation(recipe, settings, to_decide)
     _algorithm(recipe, settings, to_decide)
     _turns(recipe, settings, to_decide)
     ask_for_critics_size(
