@@ -68,7 +68,7 @@ TOOL = re.compile(
     r"(?:ray (?:start|stop|status)|(?:uv )?pip3? \w+|uv (?:venv|tool|sync)|(?:hf|huggingface-cli) \w+"
     r"|git \w+|docker \w+|nvidia-smi|curl|wget|pkill) .*"
 )
-"""Commands beside the one that trains. Their flags are no keys of a recipe."""
+"""Commands beside the one that trains. A recipe has none of their flags."""
 SHELL = re.compile(r"(?:.*/)?(?:ba|z)?sh")
 
 
@@ -363,7 +363,7 @@ def _without_tools(words: Sequence[str]) -> Iterator[str]:
     is_tool = False
     for position, word in enumerate(words):
         begins_program = LAUNCHER.fullmatch(word) and not word.startswith("$")
-        if word in BEGINS_COMMAND or begins_program:  # a semicolon is no word here
+        if word in BEGINS_COMMAND or begins_program:  # semicolons are gone here
             is_tool = False
         elif position == 0 or words[position - 1] in BEGINS_COMMAND:
             is_tool = (
