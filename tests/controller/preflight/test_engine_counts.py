@@ -21,6 +21,7 @@ from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import Cluster, check_machine, memory_gib, place, run_on
 from controller.preflight.describe import describe
 from controller.preflight.describe_cluster import placement_lines
+from controller.preflight.engine_checks import check_engine_adapters
 from tests.controller.config_workspace import refusal
 from tests.end_to_end.faults import Listening
 from workers.config.engine_range import EngineRange
@@ -258,3 +259,16 @@ def test_a_cache_of_each_engine_that_may_be_added_fits_this_machine(
         ConfigError, match=r"^rollout\.replicas \* rollout\.cpu_kv_cache_gib = "
     ):
         check_machine(load("config.yaml", ["rollout.replicas=1..2", cache]), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    "player", ["rollout.agent=agent.py:play", "rollout.agent_command=run", ""]
+)
+def test_an_agent_has_one_policy(workspace: Path, player: str) -> None:
+    several = ["model.lora.rank=4", "model.lora.policies=2"]
+    config = load("config.yaml", [*several, *filter(None, [player])])
+    if not player:
+        check_engine_adapters(config)
+        return
+    with pytest.raises(ConfigError, match=r"^model\.lora\.policies=2: .* agent"):
+        check_engine_adapters(config)

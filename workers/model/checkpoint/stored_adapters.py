@@ -120,6 +120,12 @@ def _last_parts(names: Any) -> list[str]:
 
 
 def _read_weights(file: Path, key: str) -> dict[str, Tensor]:
+    pickled = file.with_suffix(".bin")
+    if not file.is_file() and pickled.is_file():
+        raise ConfigError(
+            f"{key}: {pickled} is a pickle, which may run code. Save the adapters by "
+            "peft_model.save_pretrained(...) with safetensors."
+        )
     if not file.is_file():
         raise ConfigError(
             f"{key}: {file} is missing. Save the adapters by peft_model.save_pretrained(...) with "

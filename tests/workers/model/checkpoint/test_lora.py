@@ -219,6 +219,7 @@ OTHER_FOLDERS = [
     ),
     ({"without": "model.layers.1.self_attn.v_proj.lora_B.weight"}, "is missing there"),
     ({"file": None}, "adapter_model.safetensors is missing"),
+    ({"file": None, "pickle": "adapter_model.bin"}, "adapter_model.bin is a pickle"),
     ({"file": b"cut"}, "cannot be read"),
 ]
 
@@ -246,6 +247,8 @@ def test_adapters_that_the_settings_do_not_describe_are_refused_by_name(
         (tmp_path / FILE).unlink()
         if content := change.pop("file"):
             (tmp_path / FILE).write_bytes(content)
+    if name := change.pop("pickle", ""):
+        torch.save(values, tmp_path / name)
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | change))
     with torch.device("meta") if skeleton else nullcontext():
         policy = AutoModelForCausalLM.from_config(
