@@ -503,9 +503,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_tree(Path(folder))
         environment = {**os.environ, "PYTHONPATH": folder}
         if any(b"@compiled" in mutant.file.read_bytes() for mutant in mutants):
-            environment["NUMBA_DISABLE_JIT"] = (
-                "1"  # a changed file compiles all of them anew, 40 s
-            )
+            # A changed file compiles all of them anew, 40 s.
+            environment["NUMBA_DISABLE_JIT"] = "1"
         run = "import pickle, sys; from tests.mutate import *; sys.exit(try_mutants(*pickle.load(sys.stdin.buffer)))"
         return subprocess.run(
             [sys.executable, "-c", run],

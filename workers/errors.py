@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-LONGEST_QUOTE = (
-    200  # characters of an error's text, or of the last line that a process wrote
-)
+# Characters of an error's text, or of the last line that a process wrote.
+LONGEST_QUOTE = 200
 SETTING_OF_ERROR = re.compile(r"([a-z_]+(?:\.[a-z_]+)+=\S*?)(?=[:,.]*(\s|$))")
 _QUOTES = reprlib.Repr()
 _QUOTES.maxstring = _QUOTES.maxother = 80

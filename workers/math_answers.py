@@ -18,9 +18,8 @@ THOUGHT = r"(?:think|thinking|thought|seed:think)"
 END_OF_THOUGHT = re.compile(rf"</{THOUGHT}>|\[/THINK\]|◁/think▷")
 START_OF_THOUGHT = re.compile(rf"<{THOUGHT}>|\[THINK\]|◁think▷")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-LAYOUT = (
-    r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*+"  # possessive: long white space is tried once
-)
+# Possessive: long white space is tried once.
+LAYOUT = r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*+"
 JOINED = r"(?:[,;]\s*+(?:and|or)?|and|or)"
 # Such as `\) and \( y =`. A comma in a sentence joins nothing: "\boxed{3}, so the answer is \boxed{4}".
 BETWEEN_BOXES = re.compile(

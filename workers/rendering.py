@@ -49,9 +49,8 @@ Options = dict[str, Any]
 """Of `apply_chat_template`: `tools`, JSON schemas, and variables of the template by name."""
 # Options that this module sets.
 CONTROLS = {"add_generation_prompt", "continue_final_message"}
-LONGEST_RENDERED = (
-    20_000_000  # characters: above any model's context, and tokenized within a minute
-)
+# Characters: above any model's context, and tokenized within a minute.
+LONGEST_RENDERED = 20_000_000
 READ_OF_MESSAGES = {"role", "content", "tool_calls", "weight", "train"}
 """Keys of messages that need no template: `tokenized.is_trained` reads the last two."""
 READ_OF_TOOLS = {*READ_OF_MESSAGES, "tool_call_id", "name"}

@@ -84,9 +84,8 @@ def side_by_side(
     on all ranks.
     """
     group_of = np.empty(sequences, np.int64)
-    first = (
-        0  # a rank with fewer micro-batches than steps starts where the one before it ended
-    )
+    # A rank with fewer micro-batches than steps starts where the one before it ended.
+    first = 0
     for rank, column in enumerate(columns):
         for step, rows in zip(
             sorted((first + i) % steps for i in range(len(column))), column, strict=True

@@ -68,9 +68,8 @@ def _weights(part: Bundle, variant: Variant) -> np.ndarray:
     mask = part.token_column("loss_mask").astype(bool)
     if not variant.masked:
         mask = np.ones(part.token_count, bool)
-        mask[part.offsets[:-1][part.lengths > 0]] = (
-            False  # nothing predicts a row's first token
-        )
+        # Nothing predicts a row's first token.
+        mask[part.offsets[:-1][part.lengths > 0]] = False
     return mask & np.repeat(trained_rows(part), part.lengths)
 
 

@@ -24,9 +24,8 @@ from workers.errors import ConfigError
 from workers.model.rules.state_packages import missing_kernels, missing_packages
 
 GIB = 2**30
-SMALL_SHM_GIB = (
-    1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
-)
+# NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default.
+SMALL_SHM_GIB = 1.0
 LITTLE_DISK_GIB = 10.0
 TRIED_BYTES = 2**26
 OTHERS_SHARE = 0.1  # share of a GPU's memory used by other processes

@@ -25,9 +25,8 @@ from workers.config.roles import KlInRewardConfig
 from workers.errors import ConfigError, DataError
 from workers.model.losses import explained_variance
 
-LARGEST_KL_ERROR = (
-    0.2  # errors are clipped here, so that one outlier step does not derail the weight
-)
+# Errors are clipped here, so that one outlier step does not derail the weight.
+LARGEST_KL_ERROR = 0.2
 EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 
 

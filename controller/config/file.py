@@ -329,9 +329,8 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
                 f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'."
             )
     if not value.strip() and key in known_settings and known_settings[key].type is str:
-        override = (
-            f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
-        )
+        # As a shell gives `key=` and `key=""`. YAML would read it as null.
+        override = f"{key}=''"
     try:
         # YAML would read the brace of a reference within a list or a mapping as another mapping.
         if (

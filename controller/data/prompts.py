@@ -19,9 +19,8 @@ from workers.errors import DataError, ImageError
 from workers.rendering import Options, Renderer, options_of
 
 DATA_ORDER = 0  # separates this random stream from others with the same seed
-CHARACTERS_PER_TOKEN = (
-    128  # above any token's length, so that longer prompts are refused without tokenizing
-)
+# Above any token's length, so that longer prompts are refused without tokenizing.
+CHARACTERS_PER_TOKEN = 128
 
 Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 """(records, epoch) -> record numbers in the epoch's order."""

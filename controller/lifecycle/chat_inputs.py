@@ -24,9 +24,8 @@ from workers.user_code.functions import Tools, find_tools
 Chat = tuple[Messages, Options]
 """Chat messages, and the options to render them with."""
 
-TRIED_PROMPTS = (
-    32  # of each data set, because the run renders the others as it tokenizes them
-)
+# Of each data set, because the run renders the others as it tokenizes them.
+TRIED_PROMPTS = 32
 
 
 def try_chats(config: Config, data: Records, log: Log) -> tuple[Tools, Examined | None]:

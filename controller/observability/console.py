@@ -255,9 +255,8 @@ class Console:
         self._table = StepTable()
         self._status = LiveLine()
         self._lock = RLock()
-        self._first: tuple[int, float] | None = (
-            None  # the first step of this process, and its start
-        )
+        # The first step of this process, and its start.
+        self._first: tuple[int, float] | None = None
         self._live: Live | None = None
         self._heartbeat = ExitStack()
         self.kept: TextIO | None = None  # the log that also gets lines and tables

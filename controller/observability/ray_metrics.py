@@ -10,9 +10,8 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from controller.observability.metric_table import BUCKETS, Kind, MetricSpec, spec_of
 
-REPEAT_SECONDS = (
-    0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms at most every second
-)
+# Ray reports every 10 s, with RAY_metrics_report_interval_ms at most every second.
+REPEAT_SECONDS = 0.5
 _so_far: dict[tuple[str, str], float] = {}
 """Last value of each total by run and name. Global, like Ray's counters, which a recovered run continues."""
 

@@ -207,9 +207,8 @@ def _chat_row(
             and ids[closing] not in special
             and ids[following] in special
         ):
-            learned[following] = (
-                True  # the end of a turn, where it depends on what follows, or begins that
-            )
+            # The end of a turn, where it depends on what follows, or begins that.
+            learned[following] = True
     return _row(ids, learned, place)
 
 

@@ -163,8 +163,8 @@ def _placement(config: TrainingConfig) -> list[str]:
 def _range_line(config: TrainingConfig) -> str:
     bundle = next(pool.bundles[0] for pool in pools(config) if pool.name == "rollout")
     return (
-        f"{config.engine_range.words_at_start} at the start, each in a bundle that is reserved alone; a further "
-        f"one takes {_bundle(bundle)} once the cluster has it free"
+        f"{config.engine_range.words_at_start} at the start, each in a bundle that is reserved alone; a "
+        f"further one takes {_bundle(bundle)} once the cluster has it free"
     )
 
 

@@ -36,9 +36,8 @@ def fits_lines(config: TrainingConfig) -> list[str]:
         return ["fits: unknown until the run asks Ray's cluster. --cluster describes one"]
     engines = config.engine_range
     cores = len(os.sched_getaffinity(0))
-    return [
-        f"fits: {'yes' if engines.minimum <= cores else 'no'} (engines: {engines} on {count_noun(cores, 'CPU core')})"
-    ]
+    verdict = "yes" if engines.minimum <= cores else "no"
+    return [f"fits: {verdict} (engines: {engines} on {count_noun(cores, 'CPU core')})"]
 
 
 def _lines_of_gpus(config: TrainingConfig) -> list[str]:

@@ -26,9 +26,8 @@ from workers.errors import (
 from workers.model.rules.model_rules import kernel_problem
 from workers.rendering import RESERVED
 
-RANKS_OF_EXPERTS = (
-    8  # 16 bytes of bfloat16, a row's step in torch's grouped products on GPUs
-)
+# 16 bytes of bfloat16, a row's step in torch's grouped products on GPUs.
+RANKS_OF_EXPERTS = 8
 LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 
 

@@ -29,16 +29,13 @@ from workers.errors import ConfigError, EpisodeError
 from workers.http_limits import guard_protocols
 
 ASK_SECONDS = 20.0  # that a request waits for a session
-RETURN_SECONDS = (
-    30.0  # that a recorded session waits for its agent, before another starts it again
-)
-REPEAT_SECONDS = (
-    30.0  # after a start, in which Ray repeats the calls of a front that was lost
-)
+# Seconds that a recorded session waits for its agent, before another starts it again.
+RETURN_SECONDS = 30.0
+# Seconds after a start, in which Ray repeats the calls of a front that was lost.
+REPEAT_SECONDS = 30.0
 AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
-SERVER_ERRORS = (
-    10  # of a request, which an engine that dies may cause, before its agent sees one
-)
+# Of a request. An engine that dies may cause some, before its agent sees one.
+SERVER_ERRORS = 10
 STOP_SECONDS = 1.0  # for open requests
 BACKLOG = 4096
 HEAD_BYTES = 4096  # of an answer, which hold its id
@@ -237,7 +234,10 @@ class SessionFront:
                     await held.client.close()
 
     async def _wait_for_session(self, name: str) -> _Held | None:
-        """Return a session, None for an unknown one. A front that was lost knows it once its call is repeated."""
+        """Return a session, or None for an unknown one.
+
+        A front that was lost knows it once its call is repeated.
+        """
         while name not in self._held and time.monotonic() < self._began + REPEAT_SECONDS:
             await asyncio.sleep(AGAIN_SECONDS)
         return self._held.get(name)

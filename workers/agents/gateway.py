@@ -59,9 +59,8 @@ BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
 # vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
 CALL_WITHOUT_ARGUMENTS = re.compile(rb'("function":\{"name":"(?:[^"\\]|\\.)*")\}')
-KEEP_ALIVE_SECONDS = (
-    600  # clients keep connections: with a short time, they write to one that closes
-)
+# Clients keep connections: with a short time, they write to one that closes.
+KEEP_ALIVE_SECONDS = 600
 OnTurns = Callable[[Sequence[Node]], Awaitable[None]]
 OnEnd = Callable[[], None]
 
@@ -472,9 +471,9 @@ def _message(body: bytes) -> str:
 
 
 def _reward(session: Session, body: bytes) -> str:
-    """Take {"reward": number or null, "response_id": optional}. Returns the response's id, empty for the session.
+    """Take {"reward": number or null, "response_id": optional}. Raises RefusedError for another body.
 
-    Raises RefusedError for another body.
+    Returns the response's id, or an empty text for the session's reward.
     """
     try:
         fields = json.loads(body)

@@ -36,9 +36,8 @@ from workers.user_code.process import (
 )
 from workers.user_code.session_keys import hide_session_keys
 
-LONGEST_TRACEBACK = (
-    300  # lines of a command's errors that are searched for the cause of its end
-)
+# Lines of a command's errors that are searched for the cause of its end.
+LONGEST_TRACEBACK = 300
 RUNNER = "workers.agents.processes:Runner"
 WATCH_SECONDS = 0.5
 GIB = 2**30

@@ -35,9 +35,8 @@ GIB = 2**30
 # Tokens of a forward pass. Longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048.
 # A 7B's activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
-FLASHINFER_HEAD = (
-    128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
-)
+# The only size of keys' heads in flashinfer's prefill of gated delta nets.
+FLASHINFER_HEAD = 128
 FIELD_OF_WEIGHT = {"e_score_correction_bias": "topk_method"}
 """Fields of config.json without which vLLM has no place for a weight of the files."""
 CPU_KV_BLOCK_TOKENS = 32

@@ -256,9 +256,8 @@ def _compare(
         and later_context.startswith(read)
         and context[len(read) :].endswith(later_context[len(read) :])
     ):
-        context = (
-            later_context  # a policy that does not think does not write empty thoughts
-        )
+        # A policy that does not think does not write empty thoughts.
+        context = later_context
     return (
         context + ANSWER + tail,
         later_context + ANSWER + following[:length],

@@ -22,9 +22,8 @@ from workers.model.pretrained import check_complete, read_pretrained
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 
-HEAD = (
-    "score"  # transformers' name for the head of sequence classification, in every family
-)
+# Transformers' name for the head of sequence classification, in every family.
+HEAD = "score"
 
 
 class PackedValueModel(PackedModel):

@@ -44,9 +44,8 @@ class Signature:
 class UserFunction:
     packed: bytes  # by value, so that other nodes need no copy of its file
     signature: Signature
-    version: str = (
-        ""  # without a file: changes with the code, whereas pickles may differ between runs
-    )
+    # Without a file: changes with the code, whereas pickles may differ between runs.
+    version: str = ""
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:

@@ -34,9 +34,8 @@ from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, describe_er
 from workers.user_code.session_keys import hide_session_keys
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-EXIT_SECONDS = (
-    1.0  # for a process that has closed its connection to exit, and so to have an exit code
-)
+# For a process that has closed its connection to exit, and so to have an exit code.
+EXIT_SECONDS = 1.0
 START_SECONDS = 60.0  # for a process to start and read its request
 HEADER = 8  # bytes: the size of a request
 LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
@@ -152,9 +151,8 @@ class UserProcess(Connection):
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
             }
-            environment["PYTHONUNBUFFERED"] = (
-                "1"  # shows output at once, even if the process is killed
-            )
+            # Shows output at once, even if the process is killed.
+            environment["PYTHONUNBUFFERED"] = "1"
             # Sets have the same order in every process.
             environment.setdefault("PYTHONHASHSEED", "0")
             command = "from workers.user_code.process import main; main()"

@@ -65,8 +65,9 @@ KEYS = (
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """Drop the target of a fixed coefficient and a teacher that is switched off. Add what is left to defaults:
-    alpha of Megatron's adapters, turns.
+    """Drop the target of a fixed coefficient and a teacher that is switched off.
+
+    Adds what is left to defaults: alpha of Megatron's adapters, turns.
     """
     off = () if recipe.get(f"{KL}type") == "adaptive" else OF_ADAPTIVE
     if not is_on(recipe, ENABLED):

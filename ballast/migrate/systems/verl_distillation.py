@@ -1,6 +1,6 @@
 """verl's on-policy distillation: a teacher's divergence in the loss, with or without rewards.
 
-distillation.* --derive_distillation--> algorithm.loss.distillation, teacher, and no advantages without rewards
+distillation.* --derive_distillation--> algorithm.loss.distillation, teacher, no advantages without rewards
 """
 
 from typing import Any

@@ -80,8 +80,7 @@ def test_process_and_fork_end_with_the_owner() -> None:
     owner.kill()
     owner.wait()
     assert len(children) == 4
-    *ended, started_by_source = (
-        children  # a source has no keeper, so what it has started goes on
-    )
+    # A source has no keeper, so what it has started goes on.
+    *ended, started_by_source = children
     started_by_source.kill()
     assert living([child.pid for child in ended]) == []

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
-FROZEN_VISION = (
-    "frozen_vision"  # in vLLM's additional_config: updates bring nothing for the tower
-)
-TRANSFER_TIMEOUT = (
-    "transfer_timeout_s"  # there too: seconds after which an engine leaves a broadcast
-)
+# In vLLM's additional_config: updates bring nothing for the tower.
+FROZEN_VISION = "frozen_vision"
+# There too: seconds after which an engine leaves a broadcast.
+TRANSFER_TIMEOUT = "transfer_timeout_s"
 
 
 def mark_actor() -> None:
