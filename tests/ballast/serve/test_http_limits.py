@@ -180,6 +180,8 @@ async def test_malformed_heads_are_refused(
     address: Address, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.agents.front.ASK_SECONDS", 0.05)
+    # Until then an unknown session may be one of a front that was lost.
+    monkeypatch.setattr("workers.agents.front.REPEAT_SECONDS", 0.0)
     wrong = dict[str, bytes]()
     for name, (more, lines) in HEADS.items():
         places = {("GET", path + more), ("POST", path + more), ("POST", f"/sessions{more}")}

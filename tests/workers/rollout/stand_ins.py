@@ -24,7 +24,7 @@ from tests.workers.rollout.stream_races import StreamRaces
 from workers import allocator
 from workers.engine.weights import left_groups
 from workers.engine.weights.weight_transfer import FROZEN_VISION, TRANSFER_TIMEOUT
-from workers.errors import LostError
+from workers.errors import BallastError, LostError, RolloutError
 
 TIMEOUT_S = 240.0  # a loaded machine takes minutes to import vLLM
 DEVICE_UUID = "GPU-{rank}"
@@ -173,8 +173,8 @@ def call_local(
     """`workers.engine.weights.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
     pool = ThreadPoolExecutor(len(engines))
     calls = [
-        pool.submit(getattr(engine, method), *each)
-        for engine, each in zip(engines, arguments, strict=True)
+        pool.submit(getattr(engine, method), *call_arguments)
+        for engine, call_arguments in zip(engines, arguments, strict=True)
     ]
     pool.shutdown(wait=False)
     lost: set[int] = set()
@@ -187,6 +187,11 @@ def call_local(
                 future.result()
             except LostError:
                 lost.add(calls.index(future))
+            except BallastError:
+                raise
+            except Exception as error:
+                # As of an actor. The sender leaves its broadcast only for errors of ours.
+                raise RolloutError(f"a replica failed in {method}: {error!r}") from error
     return lost
 
 
@@ -249,6 +254,8 @@ class BareReplica:
         self.heard: list[Any] = []
         self.ends: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self._dies_at, self._loads, self._groups = dies_at, 0, 0
+        # A replica of an earlier test in this process may have left a group of the same number.
+        left_groups.prepare_file()
         engine_class = (
             TimedNCCLWeightTransferEngine
             if backend == "nccl"

@@ -9,8 +9,8 @@ import torch
 
 from tests.workers.rollout.stream_races import StreamRaces
 
-OPERATORS = 300
-TENSORS = 200
+OPERATORS = 50
+TENSORS = 100
 
 
 @pytest.fixture

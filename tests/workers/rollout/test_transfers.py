@@ -3,7 +3,6 @@
 """
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from workers.config.roles import (
 )
 from workers.engine.placement import BACKENDS
 from workers.engine.requests import SampleRequest
-from workers.engine.weights import left_groups, weight_transfer
+from workers.engine.weights import weight_transfer
 from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import RolloutError
 from workers.model.engine import TrainingEngine
@@ -455,7 +454,6 @@ def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
     policy = build_policy(path)
     communicator = Communicator(2)
     backend = BACKENDS[placement]
-    left_groups.prepare_file()
     survivor, dying = BareReplica(backend), BareReplica(backend, dies_at=2)
     with sending(policy, [survivor, dying], placement, communicator) as send:
         lost = send(1)
@@ -464,8 +462,6 @@ def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
     change_all(policy)
     with sending(policy, [survivor], placement, Communicator(1)) as send:
         send(2)
-    # Replicas of later tests in this process have left no group.
-    del os.environ[left_groups.FILE]
     current = dict(policy.named_weights(torch.float32))
     return {
         "lost": lost,
