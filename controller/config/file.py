@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -340,7 +340,7 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
         ):
             raise _no_reference(key)
         check_scalars(value, key=key)
-        return cast(DictConfig, pickle.loads(_pickled_override(override)))
+        return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError) as error:
         if re.search(r"(^|[\[{:, ])\?\?\?($|[\]}, ])", value):  # which YAML reads as a key
             raise _not_set(key) from None
@@ -350,12 +350,6 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
         ) from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
-
-
-@lru_cache(1024)
-def _pickled_override(override: str) -> bytes:
-    """Return the parsed override. `ballast migrate` reads the same ones for each setting that is refused."""
-    return pickle.dumps(OmegaConf.from_dotlist([override]))
 
 
 def _check_keys_and_types(
