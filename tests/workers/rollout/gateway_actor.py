@@ -85,9 +85,11 @@ class GatewayActor(ProbedActor):
     async def of_engine(self, name: str) -> list[list[int]]:
         return self.sampled.get(name, [])
 
+    async def count_unfinished(self) -> int:
+        """Return the number of requests that the engine works on."""
+        return len(self.engine.output_processor.request_states)
+
     async def left(self) -> tuple[int, int]:
         """Return the engine's unfinished requests, and tasks beyond those at the start."""
         await asyncio.sleep(0.2)
-        return len(self.engine.output_processor.request_states), len(
-            asyncio.all_tasks()
-        ) - self.tasks
+        return await self.count_unfinished(), len(asyncio.all_tasks()) - self.tasks
