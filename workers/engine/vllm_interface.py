@@ -168,6 +168,8 @@ def carries_state(path: str) -> bool:
     """
     from vllm import ModelRegistry
 
+    import workers.engine.cpu_registry  # noqa: F401  takes the place of vLLM's process
+
     names = _description(path).get("architectures") or ()
     models = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
     return any(model.inspect_model_cls().is_hybrid for model in models)

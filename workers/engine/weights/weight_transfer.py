@@ -76,7 +76,8 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        import workers.engine.cpu_kernels  # noqa: F401  registers them
+        import workers.engine.cpu_kernels
+        import workers.engine.cpu_registry  # noqa: F401  takes the place of vLLM's process
 
 
 def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
