@@ -290,20 +290,25 @@ def ray_of_new_interpreters() -> Iterator[None]:
 
 
 def start_ray() -> None:
-    """Start a Ray of 8 logical CPUs, without dashboard."""
+    """Start a Ray of 8 logical CPUs, without its processes for dashboards, logs and autoscaling: 4 CPU seconds."""
     import ray
+    from ray._private.node import Node
 
     reports = {"metrics_report_interval_ms": 1000}  # the shortest; tests wait for reports
     # The first fork waits for the server's imports.
     patience = {"worker_register_timeout_seconds": 300}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=2 * 2**30,
-        _system_config=reports | patience,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Node, "start_monitor", lambda node: None)
+        patch.setattr(Node, "start_log_monitor", lambda node: None)
+        patch.setattr(Node, "start_api_server", lambda node, **_: None)
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=2 * 2**30,
+            _system_config=reports | patience,
+        )
 
 
 @pytest.fixture

@@ -125,11 +125,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    found = Served(
-        agent_model.save(tmp_path_factory.mktemp("model") / "agent"), stock_agents.run
-    )
-    yield found
-    found.pool.stop()
+    from tests.workers.rollout import imported_agents
+
+    model = agent_model.save(tmp_path_factory.mktemp("model") / "agent")
+    served = Served(model, imported_agents.run)
+    yield served
+    served.pool.stop()
 
 
 def shown(served: Served, clients: list[str]) -> dict[str, Counts]:
