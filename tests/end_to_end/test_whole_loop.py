@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller import step as parts
 from controller.config import Config, load
+from controller.engines.fleet import State
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
 from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind, spec_of
@@ -234,9 +235,7 @@ def test_prometheus_is_told_of_phases_and_engines(
         (name,) for name in ("start", "step", "rollout", "update", "weights", "save")
     } <= phases.keys()
     assert set(phases.values()) == {0}
-    states = {
-        ("0", state): 0.0 for state in ("starting", "stale", "draining", "asleep", "dead")
-    }
+    states = {("0", state.name.lower()): 0.0 for state in State}
     assert told(prometheus, "engine_state", "replica", "state") == states | {
         ("0", "current"): 1
     }
