@@ -73,6 +73,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(cpu_seconds)
+    if hasattr(config, "workerinput"):
+        from tests.shared_servers import use_servers
+
+        use_servers()
+    elif config.getoption("numprocesses", None):
+        from tests.shared_servers import start_servers
+
+        start_servers()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,6 +1,7 @@
 """Trials of users' code in forks of one process that has imported torch and transformers.
 
     UserProcess --fork_trials--> ForkedProcess --arguments, descriptors--> fork server --> a fork runs `main`
+    ask_module  --fork_trials--> run_module ------request, descriptors--> fork server --> a fork runs the module
 
 A new interpreter imports both for 1.5 to 3 CPU seconds, hundreds of times in the tests of runs. The fork server
 imports none of our modules, since trials look at which of them users' code brings. `REAL_TRIALS` of conftest starts
@@ -8,9 +9,13 @@ real ones.
 """
 
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import connection, forkserver
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -18,8 +23,11 @@ from typing import Any
 
 import pytest
 
+from controller.config import cached_process
 from workers.user_code import process
 
+# Measuring memory starts processes of its own, which need a module that they can import.
+MODULES = ("workers.model.memory.weight_counts",)
 TRIALS = ("workers.trials:", "workers.math_answers:")
 IMPORTED = [
     "numpy",
@@ -57,20 +65,24 @@ class ForkedProcess:
         outputs, output = os.pipe()
         errors, error = os.pipe()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONHASHSEED", env["PYTHONHASHSEED"])
+            patch.setenv("PYTHONHASHSEED", env.get("PYTHONHASHSEED", "0"))
             self._status, request = connect([*pass_fds, output, error])
         os.close(output)
         os.close(error)
         self.stdout = os.fdopen(outputs, "rb")
         self.stderr = os.fdopen(errors, "rb")
-        *_, target, _ = command
+        run = (
+            partial(run_target, command[-2])
+            if command[-2] != "-m"
+            else partial(run_as_main, command[-1])
+        )
         with os.fdopen(request, "wb") as file:
             file.write(
                 ForkingPickler.dumps(
                     {"sys_path": ["", *env["PYTHONPATH"].split(os.pathsep)]}
                 )
             )
-            file.write(ForkingPickler.dumps(Trial(target, env, os.getcwd())))
+            file.write(ForkingPickler.dumps(Trial(run, env, os.getcwd())))
         self.pid = forkserver.read_signed(self._status)
         self._exit_code: int | None = None
 
@@ -84,10 +96,12 @@ class ForkedProcess:
 
 
 class Trial:
-    """Run `workers.user_code.process.main` in the fork, as `multiprocessing` runs a process there."""
+    """Call `run` in the fork with the descriptor that came with it, as `multiprocessing` runs a process there."""
 
-    def __init__(self, target: str, environment: dict[str, str], folder: str) -> None:
-        self._target = target
+    def __init__(
+        self, run: Callable[[int], None], environment: dict[str, str], folder: str
+    ) -> None:
+        self._run = run
         self._environment = environment
         self._folder = folder
 
@@ -101,9 +115,8 @@ class Trial:
         os.dup2(error, 2)
         os.close(output)
         os.close(error)
-        sys.argv = ["-c", self._target, str(descriptor)]
         try:
-            process.main()
+            self._run(descriptor)
         except SystemExit as exit_:
             return (
                 exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -117,14 +130,42 @@ class Trial:
         return 0
 
 
+def run_target(target: str, channel: int) -> None:
+    sys.argv = ["-c", target, str(channel)]
+    process.main()
+
+
+def run_as_main(module: str, request: int) -> None:
+    sys.stdin = os.fdopen(request)
+    runpy.run_module(module, run_name="__main__")
+
+
+def run_module(
+    command: list[str], *, input: str, env: dict[str, str], timeout: float, **options: Any
+) -> Any:
+    """Do as `subprocess.run`, in a fork for one of MODULES."""
+    if command[0] != sys.executable or command[-1] not in MODULES:
+        return subprocess.run(command, input=input, env=env, timeout=timeout, **options)
+    with tempfile.TemporaryFile("w+") as request:
+        request.write(input)
+        request.seek(0)
+        forked = ForkedProcess(command, pass_fds=[request.fileno()], env=env)
+        with forked.stdout, forked.stderr:
+            returncode = forked.wait(timeout)
+            texts = (stream.read().decode() for stream in (forked.stdout, forked.stderr))
+            return subprocess.CompletedProcess(command, returncode, *texts)
+
+
 def start_process(command: list[str], **options: Any) -> Any:
     is_trial = command[-2].startswith(TRIALS)
     return (ForkedProcess if is_trial else subprocess.Popen)(command, **options)
 
 
 STARTING = SimpleNamespace(**(vars(subprocess) | {"Popen": start_process}))
+ASKING = SimpleNamespace(**(vars(subprocess) | {"run": run_module}))
 
 
 def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let trials be forks until the test ends. Other processes of users' code start as ever."""
     monkeypatch.setattr(process, "subprocess", STARTING)
+    monkeypatch.setattr(cached_process, "subprocess", ASKING)
