@@ -12,7 +12,7 @@ from controller.config import Config
 from controller.config.conditions import holds
 from controller.config.file import settings
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
-from controller.config.role_table import LEARNING_ROLES, ROLES, RoleSpec
+from controller.config.role_table import ROLES, RoleSpec
 from controller.config.sampler import GenerateConfig
 from controller.config.schema import load_as
 from controller.config.training import TrainingConfig
@@ -63,11 +63,6 @@ def test_a_row_names_a_worker_settings_and_conditions_that_exist(
         assert not spec.learns or f"{spec.settings_section}.optimizer.name" in keys
         for condition in filter(None, (spec.used_with, spec.started_with)):
             holds(schema(), condition)
-
-
-def test_roles_with_an_optimiser_learn() -> None:
-    assert LEARNING_ROLES == ("policy", "critic")
-    assert list(ROLES) == ["policy", "reference", "teacher", "critic", "reward_model"]
 
 
 def test_a_command_without_a_role_does_not_use_it() -> None:
