@@ -109,17 +109,6 @@ def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
     ]
 
 
-def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: Run) -> None:
-    found = local_run(*AHEAD)
-    found.engines.slow = {"1", "4"}
-    found.fit()
-    trained = [
-        uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]
-    ]
-    assert sorted(map(int, trained)) == list(range(8))
-    assert found.run.buffer.position == 8
-
-
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     found = local_run(
         *AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4"
@@ -135,18 +124,6 @@ def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     collected = buffer.collect(1)
     assert uids(collected) == ["1", "3"]
     assert {"0", "2"} <= set(collected.batch["uid"].tolist())  # metrics are of all samples
-
-
-def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
-    found = local_run(
-        *AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2"
-    )
-    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
-    assert uids(buffer_of(found).collect(1)) == ["1"]
-    assert (
-        "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2"
-        in found.said
-    )
 
 
 def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(

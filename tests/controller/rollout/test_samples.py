@@ -65,7 +65,7 @@ def test_results_blocks_and_scores_are_joined_by_sample() -> None:
     ]
 
 
-def test_metrics_count_samples_drops_retries_and_the_prefix_cache() -> None:
+def test_metrics_count_samples_drops_and_retries() -> None:
     metrics = assembled().metrics()
     expected = {
         "rollout/samples": 3,
@@ -77,10 +77,6 @@ def test_metrics_count_samples_drops_retries_and_the_prefix_cache() -> None:
         "rollout/oldest_weight_version": 2,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    cached = alone(
-        result("a", 0, 0, read_tokens=80, cached_tokens=20), Score(0.0, "")
-    ).metrics()
-    assert cached["rollout/prefix_cache_hits"] == 0.25
 
 
 def test_prefix_cache_hits_are_of_all_tokens_read() -> None:
@@ -156,14 +152,6 @@ def test_rounds_of_a_step_are_joined() -> None:
     assert (joined.dropped, joined.retried, joined.rounds) == (1, 3, 2)
 
 
-def test_a_part_of_the_reward_added_later_counts_by_its_weight_and_is_logged() -> None:
-    shaped = assembled().with_reward_part("model", np.array([2.0, 0.0, -4.0]), weight=0.5)
-    assert shaped.batch["reward"].tolist() == [2.0, 0.5, -2.0]
-    assert [score.parts["model"] for score in shaped.by_sample.values()] == [2.0, 0.0, -4.0]
-    assert shaped.metrics()["reward/model"] == pytest.approx(-2 / 3)
-    assert shaped.metrics()["reward/mean"] == pytest.approx(0.5 / 3)
-
-
 def test_scores_of_models_are_scaled_by_all_so_far() -> None:
     config: Any = SimpleNamespace(
         reward=SimpleNamespace(model=SimpleNamespace(named_weights={"a": 0.5, "b": 2.0}))
@@ -190,14 +178,6 @@ def test_scores_of_models_are_scaled_by_all_so_far() -> None:
             expected.tolist()
         )
         scales = ScoreScales(scales.state)  # as from a checkpoint
-
-
-def test_a_sample_without_a_score_counts_zero_or_is_dropped() -> None:
-    scores = SCORES | {("a", 1): Score(0.0, "so so", failure="f: raised KeyError: 'x'")}
-    kept, dropped = assembled(scores), assembled(scores, drop_failed=True)
-    assert kept.batch["reward"].tolist() == [1.0, 0.0, 0.0]
-    assert dropped.batch["uid"].tolist() == ["a", "b"]
-    assert kept.metrics()["reward/failures"] == dropped.metrics()["reward/failures"] == 1
 
 
 def test_samples_meet_the_greedy_response_to_their_prompt() -> None:
