@@ -25,6 +25,7 @@ from controller.checkpoints.progress import (
 )
 from controller.config import load
 from controller.observability.run_folder import RunWriter
+from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.roles import Saves, write
 from tests.refusals import refused
 from workers.errors import CheckpointError, LostError, OutputError
@@ -58,9 +59,7 @@ def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Pat
         file.write('{"step": 5, "lo')  # the crash
     with RunWriter(tmp_path, "", [], last_step=2) as writer:
         writer.step(3, {"loss": 30.0})
-    lines = [
-        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["loss"]) for line in lines] == [
         (0, 0.0),
         (1, 1.0),
@@ -73,6 +72,21 @@ def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Pat
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+RESUMED = ("model.path=model", "run.name=run", "run.resume=auto")
+
+
+def roles_that_refuse(name: str) -> SimpleNamespace:
+    """A policy that cannot load the checkpoint of this name."""
+
+    def load_checkpoint(path: str) -> dict[str, Any]:
+        if path.endswith(name):
+            raise CheckpointError("a checksum differs")
+        return read_manifest(Path(path)).extra
+
+    policy = SimpleNamespace(load_checkpoint=load_checkpoint)
+    return SimpleNamespace(trained={"policy": policy})
+
+
 def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,16 +95,8 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
     for step, data in ((1, older), (2, newest)):
         write(checkpoint_path(tmp_path / "run", step), step, data=data)
 
-    class Policy:
-        def load_checkpoint(self, path: str) -> dict[str, Any]:
-            if path.endswith("step-2"):
-                raise CheckpointError("a checksum differs")
-            return read_manifest(Path(path)).extra
-
-    config = load(
-        None, ["model.path=model", f"run.dir={tmp_path}", "run.name=run", "run.resume=auto"]
-    )
-    roles = SimpleNamespace(trained={"policy": Policy()})
+    roles = roles_that_refuse("step-2")
+    config = load(None, [*RESUMED, f"run.dir={tmp_path}"])
     check_same_data(config, newest)
     with refused("run.seed=1 was 0"):
         resume(config, roles, str, newest)
@@ -156,20 +162,8 @@ def test_a_run_that_begins_its_data_anew_keeps_its_model_and_later_checkpoints_g
             checkpoint_path(tmp_path / "run", step), step, data=data, position=7, active=[5]
         )
 
-    class Policy:
-        def load_checkpoint(self, path: str) -> dict[str, Any]:
-            if path.endswith("step-3"):
-                raise CheckpointError("a checksum differs")
-            return read_manifest(Path(path)).extra
-
-    settings = [
-        f"run.dir={tmp_path}",
-        "run.name=run",
-        "run.resume=auto",
-        "run.on_data_change=restart",
-    ]
-    config = load(None, ["model.path=model", *settings])
-    roles = SimpleNamespace(trained={"policy": Policy()})
+    config = load(None, [*RESUMED, f"run.dir={tmp_path}", "run.on_data_change=restart"])
+    roles = roles_that_refuse("step-3")
     same = resume(config, roles, str, data)
     assert (same.step, same.position, same.active) == (2, 7, [5])
     assert names(tmp_path / "run") == ["step-2", "step-1"]
