@@ -12,7 +12,6 @@ from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.actors.resources import Reservation
 from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config
-from controller.preflight.cluster import Cluster, place
 from tests.refusals import refused
 from workers.errors import ResourceError
 
@@ -155,10 +154,6 @@ def test_uneven_nodes_split_the_last_groups_alone() -> None:
         bundle_of_rank(pool_of(8, engines=4, engine_ranks=2), nodes)
 
 
-def splits(nodes: list[int], size: int) -> int:
-    return len(groups_on_several_nodes(nodes, size))
-
-
 def test_the_training_pool_knows_its_groups_and_engines() -> None:
     config = gpu_config(ranks=8, cp=2, tp=4, replicate=4)
     config.rollout.replicas, config.rollout.tensor_parallel = 16, 4
@@ -171,15 +166,6 @@ def test_the_training_pool_knows_its_groups_and_engines() -> None:
     experts = gpu_config(ranks=8, cp=2, replicate=2)
     experts.policy.parallel.expert_parallel = 4
     assert training_pool(experts).groups == (1, 2, 4, 8)
-
-
-def test_the_dry_run_places_ranks_as_a_run_does() -> None:
-    config = gpu_config(ranks=3, cp=2)
-    config.rollout.placement = "apart"
-    placed = place(config, Cluster(nodes=3, cpus=64, gpus=3, gpu_gib=80)).pools["training"]
-    assert placed == (0, 0, 1, 1, 0, 1), (
-        "nodes of 3 GPUs: two pairs are whole, the third has what is left"
-    )
 
 
 def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
