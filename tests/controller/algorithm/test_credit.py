@@ -1,6 +1,5 @@
 """Rewards of turns, from the environment to the tokens' advantages, against loops in float64."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from controller.algorithm.credit import has_offsets, session_advantages, turn_rewards
 from controller.config import Config, load
 from controller.preflight.checks import check
+from tests.controller.json_lines import read_lines, write_lines
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
-from tests.refusals import refused
+from tests.refusals import refused, refused_rows
 from tests.workers.rollout.sessions import TURNS, Agent
 from workers.agents.session import Session
 from workers.batch.dataproto import DataProto, object_column
@@ -88,19 +88,21 @@ def tokens_of(turns: np.ndarray, reward: np.ndarray) -> DataProto:
 @settings(deadline=None)
 @given(
     SAMPLES,
+    st.sampled_from(["turn", "episode"]),
     st.sampled_from(["token", "turn"]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.floats(0.5, 1.0),
     st.data(),
 )
 def test_returns_and_gae_are_those_of_a_loop(
-    samples: list[Any], per: str, gamma: float, lam: float, data: Any
+    samples: list[Any], credit: str, per: str, gamma: float, lam: float, data: Any
 ) -> None:
+    """The rewards of an episode's turns, and the rest of its reward at its last token, or all of it there."""
     rewards = data.draw(
         st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples))
     )
     batch = batch_of(samples, rewards)
-    turns = turn_rewards(algorithm(credit="turn"), batch, batch["reward"])
+    turns = turn_rewards(algorithm(credit=credit, gamma_per=per), batch, batch["reward"])
     tokens = tokens_of(turns, batch["reward"])
     values = np.sin(np.arange(tokens.num_loss_tokens))
     lengths = tokens.loss_token_counts.numpy()
@@ -117,10 +119,10 @@ def test_returns_and_gae_are_those_of_a_loop(
             len(expected) : len(expected) + sum(each[0] for each in turns_of_sample)
         ]
         earned, discount = [], []
-        for count, given_, _, _ in turns_of_sample:
-            earned += [0.0] * (count - 1) + [given_]
+        for count, turn_reward, _, _ in turns_of_sample:
+            earned += [0.0] * (count - 1) + [turn_reward * (credit == "turn")]
             discount += [gamma if per == "token" else 1.0] * (count - 1) + [gamma]
-        earned[-1] += reward - sum(each[1] for each in turns_of_sample)
+        earned[-1] += reward - sum(earned)
         after, advantages = 0.0, [0.0] * (len(own) + 1)
         for t in reversed(range(len(own))):
             advantages[t] = (
@@ -132,38 +134,6 @@ def test_returns_and_gae_are_those_of_a_loop(
             after = own[t]
         expected += advantages[:-1]
     np.testing.assert_allclose(found, expected, atol=1e-9)
-
-
-@settings(deadline=None)
-@given(SAMPLES, st.data())
-def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(
-    samples: list[Any], data: Any
-) -> None:
-    """Without a discount the first token's return is the sample's reward, as without turns."""
-    rewards = data.draw(
-        st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples))
-    )
-    batch = batch_of(samples, rewards)
-    found = {
-        credit: turn_rewards(algorithm(credit=credit), batch, batch["reward"])
-        for credit in ("turn", "episode")
-    }
-    for rows in found.values():
-        assert [sum(number for _, number in row) for row in rows] == pytest.approx(rewards)
-    for turns, by_turns, by_episode in zip(
-        samples, found["turn"], found["episode"], strict=True
-    ):
-        assert [number for _, number in by_episode[:-1]] == [0.0] * (len(turns) - 1)
-        assert [number for _, number in by_turns[:-1]] == [each[1] for each in turns[:-1]]
-    single = batch_of([turns[:1] for turns in samples], rewards)
-    turns = turn_rewards(
-        algorithm(credit="turn", gamma_per="turn"), single, single["reward"]
-    )
-    tokens = tokens_of(turns, single["reward"])
-    del tokens.objects["by_turn"]
-    assert torch.equal(
-        token_rewards(tokens_of(turns, single["reward"])), token_rewards(tokens)
-    )
 
 
 @settings(deadline=None)
@@ -472,12 +442,12 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
         "{% for m in messages %}{{ '=' if m.role == 'assistant' and not loop.last }}{{ m.content }}{% "
         "endfor %}"
     )
-    records = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    records = read_lines(Path("prompts.jsonl"))
     chats = [
         record | {"prompt": [{"role": "user", "content": record["prompt"]}]}
         for record in records
     ]
-    Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    write_lines(Path("chats.jsonl"), chats)
     data = [
         "data.train=chats.jsonl",
         "data.validation=chats.jsonl",
@@ -506,33 +476,18 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "changes"),
-    [
-        ("algorithm.credit", "algorithm.credit=turn algorithm.advantage=gae"),
-        ("algorithm.credit", "algorithm.credit=turn rollout.environment=env.py:Scores"),
-        (
-            "algorithm.credit",
-            "algorithm.credit=turn algorithm.advantage=gae rollout.environment=env.py:A rollout.max_turns=1",
-        ),
-        (
-            "algorithm.gamma_per",
-            "algorithm.gamma_per=turn algorithm.advantage=gae rollout.environment=env.py:Scores",
-        ),
-        (
-            "algorithm.gamma_per",
-            "algorithm.gamma_per=turn algorithm.advantage=gae algorithm.gae.gamma=0.5",
-        ),
-        ("algorithm.advantage=gigpo", "algorithm.advantage=gigpo"),
-        ("algorithm.gigpo.weight", "algorithm.gigpo.weight=2.0"),
-        (
-            "algorithm.zero_variance_groups",
-            "algorithm.advantage=gigpo algorithm.zero_variance_groups=drop rollout.environment=env.py:Scores",
-        ),
-    ],
-)
+@refused_rows("""
+algorithm.credit=turn algorithm.advantage=gae
+algorithm.credit=turn rollout.environment=env.py:Scores
+algorithm.credit=turn algorithm.advantage=gae rollout.environment=env.py:A rollout.max_turns=1
+algorithm.gamma_per=turn algorithm.advantage=gae rollout.environment=env.py:Scores
+algorithm.gamma_per=turn algorithm.advantage=gae algorithm.gae.gamma=0.5
+algorithm.advantage=gigpo
+algorithm.gigpo.weight=2.0
+algorithm.zero_variance_groups=drop algorithm.advantage=gigpo rollout.environment=env.py:Scores
+""")
 def test_settings_without_effect_are_refused(
-    learned: Any, setting: str, changes: str
+    learned: Any, named: str, overrides: list[str]
 ) -> None:
-    with refused(setting):
-        check(load(None, [*SETTINGS, *changes.split()]))
+    with refused(named):
+        check(load(None, [*SETTINGS, *overrides]))
