@@ -2,6 +2,7 @@
 starts.
 """
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -155,45 +156,34 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
+        ("--config config.yaml data.validation=''", "data.validation is not set. Name the"),
         (
-            ["--config", "config.yaml", "data.validation=''"],
-            "data.validation is not set. Name the data to evaluate on",
-        ),
-        (
-            [
-                "--config",
-                "config.yaml",
-                "validation.sampling.temperature=0",
-                "validation.samples=2",
-            ],
+            "--config config.yaml validation.sampling.temperature=0 validation.samples=2",
             "are equal",
         ),
         (
-            ["--config", "config.yaml", "validation.sampling.max_new_tokens=999"],
+            "--config config.yaml validation.sampling.max_new_tokens=999",
             "validation.sampling.max_new_tokens or",
         ),
         (
-            ["--config", "config.yaml", "reward.function=''"],
+            "--config config.yaml reward.function=''",
             "one of reward.function and reward.functions",
         ),
+        ("--config config.yaml --model model model.path=model", "--model and model.path"),
+        ("", "--config is not given. Give it, or --model runs/NAME"),
+        ("--config config.yaml --model nowhere", "there is no folder nowhere"),
         (
-            ["--config", "config.yaml", "--model", "model", "model.path=model"],
-            "--model and model.path",
-        ),
-        ([], "--config is not given. Give it, or --model runs/NAME"),
-        (["--config", "config.yaml", "--model", "nowhere"], "there is no folder nowhere"),
-        (
-            ["--config", "config.yaml", "--steps"],
+            "--config config.yaml --steps",
             "unrecognized arguments: --steps; usage: python -m",
         ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(
-    workspace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    workspace: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
 ) -> None:
-    assert evaluate.main(arguments) == 2
+    assert evaluate.main(shlex.split(command)) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
 
