@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.config import load
+from controller.config import Config, load
 from controller.lifecycle.input_lines import tried_lines
 from controller.lifecycle.inputs import try_inputs
-from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
+from controller.lifecycle.tokenized_inputs import Inputs, load_renderer, read_inputs
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.controller.bad_inputs import BadInput, check_line
+from tests.controller.json_lines import write_lines
 from tests.controller.stand_ins.run import SETTINGS
 from tests.workers.episodes.test_conversation import STOCK
 from tests.workers.tokenizer_schemes import make_word_pieces
@@ -43,18 +44,21 @@ ENDLESS = (
 
 
 @pytest.fixture
-def workspace(
-    stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """A copy, which a test may change."""
-    shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def workspace(stand_in_workspace: Path) -> Path:
+    return stand_in_workspace
+
+
+def config_of(*overrides: str) -> Config:
+    return load(None, [*SETTINGS, "data.validation=''", *overrides])
+
+
+def inputs_of(*overrides: str) -> Inputs:
+    return read_inputs(config_of(*overrides))
 
 
 def refusal(*overrides: str) -> str:
     with pytest.raises(BallastError) as caught:
-        read_inputs(load(None, [*SETTINGS, "data.validation=''", *overrides]))
+        inputs_of(*overrides)
     return f"error: {caught.value}\n"
 
 
@@ -77,7 +81,7 @@ def test_a_tokenizer_that_loses_blanks_is_named_and_plays_no_rewritten_history(
     ]
     overrides = ["data.train=chats.jsonl", *played, f"rollout.history={history}"]
     if history == "keep":
-        inputs = read_inputs(load(None, [*SETTINGS, "data.validation=''", *overrides]))
+        inputs = inputs_of(*overrides)
         assert sum("loses blanks" in line for line in inputs.warnings) == 1
     else:
         assert refusal(*overrides).startswith(f"error: rollout.history={history}: ")
@@ -87,7 +91,7 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [{"prompt": "1+" * 3_000_000}, {"prompt": "1+1="}]
-    (workspace / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_lines(workspace / "long.jsonl", records)
     tokenized: list[object] = []
     whole = Renderer.prompt_ids
     monkeypatch.setattr(
@@ -95,9 +99,7 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
         "prompt_ids",
         lambda self, prompt, *rest: tokenized.append(prompt) or whole(self, prompt, *rest),
     )
-    (source,) = read_inputs(
-        load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])
-    ).sources
+    (source,) = inputs_of("data.train=long.jsonl").sources
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
 
 
@@ -116,16 +118,13 @@ def test_a_cap_below_the_images_of_a_prompt_is_refused(
     ]
     cap = "policy.max_patches_per_micro_batch="
     assert f"{cap}23: the images of a prompt have 24 patches" in refusal(*given, f"{cap}23")
-    read_inputs(load(None, [*SETTINGS, "data.validation=''", *given, f"{cap}24"]))
+    inputs_of(*given, f"{cap}24")
 
 
-SEEN = {
-    "mark in a text": ("<image>1+1=", {}),
-    "mark in a chat": ([{"role": "user", "content": "<image>1+1="}], {}),
-    "mark in a part": (
-        [{"role": "user", "content": [{"type": "text", "text": "<image>1+1="}]}],
-        {},
-    ),
+MARKED = {
+    "text": "<image>1+1=",
+    "chat": [{"role": "user", "content": "<image>1+1="}],
+    "part": [{"role": "user", "content": [{"type": "text", "text": "<image>1+1="}]}],
 }
 PICTURES = {
     "image": "a.png",
@@ -136,13 +135,13 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("case", SEEN)
+@pytest.mark.parametrize("case", MARKED)
 @pytest.mark.parametrize("column", ["", "image"])
 def test_a_mark_without_an_image_is_refused(
     case: str, column: str, workspace: Path, vision_model: Callable[[str], Path]
 ) -> None:
-    prompt, others = SEEN[case]
-    record = {"prompt": prompt, **others} | ({column: "a.png"} if column else {})
+    prompt = MARKED[case]
+    record = {"prompt": prompt} | ({column: "a.png"} if column else {})
     (workspace / "marked.jsonl").write_text(json.dumps(record))
     given = ["data.train=marked.jsonl", "data.max_prompt_tokens=64"]
     line = refusal(f"model.path={vision_model('qwen2_5_vl')}", *given)
@@ -152,7 +151,7 @@ def test_a_mark_without_an_image_is_refused(
         and (not column or "'image'" in line)
     )
     if isinstance(prompt, str):  # the mark is text for a model that reads none
-        read_inputs(load(None, [*SETTINGS, "data.validation=''", *given]))
+        inputs_of(*given)
 
 
 @pytest.mark.parametrize("column", PICTURES)
@@ -162,14 +161,10 @@ def test_a_column_of_images_that_nobody_reads_is_named(
     (workspace / "blind.jsonl").write_text(
         json.dumps({"prompt": "1+1=", column: PICTURES[column]})
     )
-    given = ["data.validation=''", "data.train=blind.jsonl", "data.max_prompt_tokens=64"]
-    (warning,) = read_inputs(
-        load(None, [*SETTINGS, *given, f"model.path={vision_model('qwen2_5_vl')}"])
-    ).warnings
+    given = ["data.train=blind.jsonl", "data.max_prompt_tokens=64"]
+    (warning,) = inputs_of(*given, f"model.path={vision_model('qwen2_5_vl')}").warnings
     assert "data.image_key='images'" in warning and repr(column) in warning
-    (unread,) = read_inputs(
-        load(None, [*SETTINGS, *given])
-    ).warnings  # of a model that reads text alone
+    (unread,) = inputs_of(*given).warnings  # of a model that reads text alone
     assert repr(column) in unread and "data.image_key" not in unread
 
 
@@ -186,9 +181,9 @@ def test_videos_and_sounds_beside_a_prompt_are_named(
     column: str, value: Any, workspace: Path, vision_model: Callable[[str], Path]
 ) -> None:
     (workspace / "films.jsonl").write_text(json.dumps({"prompt": "1+1=", column: value}))
-    given = ["data.validation=''", "data.train=films.jsonl", "data.max_prompt_tokens=64"]
+    given = ["data.train=films.jsonl", "data.max_prompt_tokens=64"]
     for model in ([], [f"model.path={vision_model('qwen2_5_vl')}"]):
-        (warning,) = read_inputs(load(None, [*SETTINGS, *given, *model])).warnings
+        (warning,) = inputs_of(*given, *model).warnings
         assert repr(column) in warning and "Videos and sounds are never read" in warning
         assert "data.image_key" not in warning
 
@@ -213,14 +208,14 @@ def test_images_whose_tokens_see_ahead_are_refused_before_the_run(
         and f"({family})" in line
     )
     (workspace / "seen.jsonl").write_text(json.dumps({"prompt": "1+1="}))
-    read_inputs(load(None, [*SETTINGS, "data.validation=''", *given]))
+    inputs_of(*given)
 
 
 def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:
     (workspace / "model" / "chat_template.jinja").write_text(CHAT)
     contents = ["1+1="] * 40 + ["x"]
     records = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
-    (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_lines(workspace / "chat.jsonl", records)
     line = refusal("data.train=chat.jsonl")
     check_line(
         BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]),
@@ -234,7 +229,7 @@ def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(
 ) -> None:
     answers = ["72", None, "{{", ["1", "2"], 0.5]
     records = [{"prompt": "1+1=", "answer": answer} for answer in answers]
-    (workspace / "math.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_lines(workspace / "math.jsonl", records)
     math = [
         "data.train=math.jsonl",
         "reward.function=workers.reward_functions:math",
@@ -248,7 +243,7 @@ def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(
     )
     assert all(part in texts for part in ("math.jsonl", "1 of 5", "record 3"))
     assert f"warning: {refused}" in tried_lines(config, tried)
-    (workspace / "math.jsonl").write_text("\n".join(map(json.dumps, records[:1])))
+    write_lines(workspace / "math.jsonl", records[:1])
     assert try_inputs(config).answer_warnings == ()
 
 
@@ -266,11 +261,7 @@ def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path)
         "reward.function=''",
     ]
     template.write_text((STOCK / "qwen3.jinja").read_text())
-    (source,) = read_inputs(
-        load(
-            None, [*SETTINGS, "data.validation=''", "data.max_prompt_tokens=80", *overrides]
-        )
-    ).sources
+    (source,) = inputs_of("data.max_prompt_tokens=80", *overrides).sources
     assert len(source) == 1
     template.write_text("{{ messages[0]['content'] }}")
     assert refusal(*overrides).startswith("error: rollout.environment")
@@ -340,9 +331,7 @@ def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) ->
         "    by_length = sorted(range(len(records)), key=lambda i: -len(records[i]['prompt']))\n"
         "    return by_length[: 2 + epoch]\n"
     )
-    prompts = read_inputs(
-        load(None, [*SETTINGS, "data.validation=''", "data.curriculum=order.py:order"])
-    ).prompts
+    prompts = inputs_of("data.curriculum=order.py:order").prompts
     assert [prompt.columns["prompt"] for prompt in prompts.take(0, 5)] == [
         "1+1=",
         "2+2=",
@@ -355,7 +344,7 @@ def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) ->
 def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(
     workspace: Path,
 ) -> None:
-    config = load(None, [*SETTINGS, "data.validation=''", "reward.judge.model=model"])
+    config = config_of("reward.judge.model=model")
     assert "    </response>" in tried_lines(config, try_inputs(config))
     template = workspace / "model" / "chat_template.jinja"
     options = "reward.judge.chat_template_arguments={thinks: false}"

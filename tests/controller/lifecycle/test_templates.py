@@ -3,7 +3,6 @@ records.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from controller.config.sampler import GenerateConfig
 from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
 from controller.offline import offline_training
 from controller.preflight.checks import check
+from tests.controller.json_lines import write_lines
 from tests.controller.stand_ins.run import SETTINGS
-from tests.refusals import refused
-from workers.errors import ConfigError, DataError
+from tests.refusals import refused, refused_rows
+from workers.errors import BallastError, DataError
 
 TEMPLATE = (  # in digits, which the tokenizer knows: 7 for each tool, then 8, or 9 with `high`
     "{% for m in messages %}{{ m.content }}{% endfor %}{% for t in tools or [] %}7{% endfor %}"
@@ -34,14 +34,10 @@ GIVEN = ("model.chat_template=mine.jinja", "data.train=chat.jsonl", "data.valida
 
 
 @pytest.fixture
-def workspace(
-    stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.jinja").write_text(TEMPLATE)
-    write(tmp_path)
-    return tmp_path
+def workspace(stand_in_workspace: Path) -> Path:
+    (stand_in_workspace / "mine.jinja").write_text(TEMPLATE)
+    write(stand_in_workspace)
+    return stand_in_workspace
 
 
 def write(folder: Path, **columns: Any) -> None:
@@ -113,75 +109,65 @@ def turn(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-@pytest.mark.drawn(5)
-@pytest.mark.parametrize(
-    ("columns", "overrides", "named", "error"),
-    [
-        (
-            {},
-            ["data.chat_template_arguments={hihg: true}"],
-            "never reads 'hihg'",
-            ConfigError,
-        ),
-        ({"chat_template_arguments": {"low": 1}}, [], "never reads 'low'", ConfigError),
-        (
-            {},
-            ["data.chat_template_arguments={tools: []}"],
-            "data.chat_template_arguments",
-            ConfigError,
-        ),
-        (
-            {"chat_template_arguments": {"messages": []}},
-            [],
-            "chat.jsonl record 1",
-            DataError,
-        ),
-        ({"chat_template_arguments": "[1]"}, [], "chat.jsonl record 1", DataError),
-        ({"tools": "add"}, [], "chat.jsonl record 1", DataError),
-        ({"tools": [{"description": "x"}]}, [], "chat.jsonl record 1", DataError),
-        ({"tools": [3]}, [], "chat.jsonl record 1", DataError),
-        ({"prompt": "1+1="}, [], "model.chat_template", ConfigError),
-        ({}, ["model.chat_template=no.jinja"], "model.chat_template=no.jinja", ConfigError),
-        ({}, ["model.chat_template=model"], "model.chat_template=model", ConfigError),
-        ({}, ["model.chat_template=empty"], "model.chat_template=empty", ConfigError),
-        ({}, ["model.chat_template=bytes"], "model.chat_template=bytes", ConfigError),
-        (
-            {"tools": [ADD]},
-            ["model.chat_template=plain.jinja"],
-            "never reads 'tools'",
-            ConfigError,
-        ),
-        (
-            {},
-            ["model.chat_template=broken.jinja"],
-            "model.chat_template=broken.jinja",
-            ConfigError,
-        ),
-    ],
-)
-def test_what_no_template_can_use_is_refused(
-    workspace: Path,
-    columns: dict[str, Any],
-    overrides: list[str],
-    named: str,
-    error: type[Exception],
+def read_chats(*overrides: str) -> None:
+    config = load(None, [*SETTINGS, *GIVEN, *overrides])
+    check(config)
+    read_inputs(config)
+
+
+@pytest.mark.drawn(2)
+@refused_rows("""
+"never reads 'hihg'" "data.chat_template_arguments={hihg: true}"
+"data.chat_template_arguments={tools: []}"
+model.chat_template=no.jinja
+model.chat_template=model
+model.chat_template=empty
+model.chat_template=bytes
+model.chat_template=broken.jinja
+""")
+def test_a_template_that_is_none_or_never_reads_an_argument_is_refused(
+    workspace: Path, named: str, overrides: list[str]
 ) -> None:
-    write(workspace, **columns)
     (workspace / "empty").write_text("")
     (workspace / "bytes").write_bytes(b"\xff")
-    (workspace / "plain.jinja").write_text("{{ messages[0].content }}")
     (workspace / "broken.jinja").write_text("{% for %}")
-    with refused(named, error):
-        config = load(None, [*SETTINGS, *GIVEN, *overrides])
-        check(config)
-        read_inputs(config)
+    with refused(named):
+        read_chats(*overrides)
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"chat_template_arguments": {"low": 1}}, "never reads 'low'"),
+        ({"chat_template_arguments": {"messages": []}}, "chat.jsonl record 1"),
+        ({"chat_template_arguments": "[1]"}, "chat.jsonl record 1"),
+        ({"tools": "add"}, "chat.jsonl record 1"),
+        ({"tools": [{"description": "x"}]}, "chat.jsonl record 1"),
+        ({"tools": [3]}, "chat.jsonl record 1"),
+        ({"prompt": "1+1="}, "model.chat_template"),
+    ],
+)
+def test_a_record_that_no_template_can_use_is_refused(
+    workspace: Path, columns: dict[str, Any], named: str
+) -> None:
+    write(workspace, **columns)
+    with refused(named, BallastError):
+        read_chats()
+
+
+def test_tools_for_a_template_that_never_reads_them_are_refused(workspace: Path) -> None:
+    write(workspace, tools=[ADD])
+    (workspace / "mine.jinja").write_text("{{ messages[0].content }}")
+    with refused("never reads 'tools'"):
+        read_chats()
 
 
 def test_an_option_that_a_later_record_alone_gives_is_checked_too(workspace: Path) -> None:
     records = [{"prompt": CHAT}] * 40 + [
         {"prompt": CHAT, "chat_template_arguments": {"low": 1}}
     ]
-    (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_lines(workspace / "chat.jsonl", records)
     with refused("chat.jsonl record 41", DataError):
         read_inputs(load(None, [*SETTINGS, *GIVEN]))
 
