@@ -27,6 +27,20 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def dry_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The page of a dry run of `config.yaml`; with `code=2` the lines that refuse it."""
+    from controller.fit import main
+
+    def run(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main(["--config", "config.yaml", "--dry-run", *arguments]) == code
+        page, errors = capsys.readouterr()
+        return errors if code else page
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def stand_in_inputs() -> "Callable[[Config], Inputs]":
     """Data and rewards, read once for all runs with the same."""

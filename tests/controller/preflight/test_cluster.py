@@ -2,6 +2,7 @@
 is missing.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -173,70 +174,51 @@ def test_groups_that_cross_the_network_are_counted() -> None:
     )
 
 
+DryRun = Callable[..., str]
+ON_GPUS = ("resources.device=auto", "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8")
+
+
 def test_a_described_cluster_needs_config_json_alone_and_no_data(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, dry_run: DryRun
 ) -> None:
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl"):
         (workspace / name).unlink()
-    dry_run = ["--config", "config.yaml", "--dry-run", "resources.device=auto"]
-    assert (
-        main([*dry_run, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"])
-        == 0
-    )
-    page = capsys.readouterr().out
+    page = dry_run(*ON_GPUS, "--no-measure")
     assert "== memory, measured" in page
     assert "train.jsonl: not on this machine, so neither read nor scored" in page
     assert "numerics: model.path has no weights on this machine" in page
-    assert main(dry_run) == 2
-    assert "model has no weights" in capsys.readouterr().err
+    assert "model has no weights" in dry_run("resources.device=auto", code=2)
 
 
 def test_a_model_of_the_hub_is_asked_for_its_config_json_alone(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    arguments = [
-        "--config",
-        "config.yaml",
-        "--dry-run",
-        "--cluster",
-        "nodes=1,gpus=2,gpu_gib=80,cpus=8",
-    ]
-    assert main([*arguments, "resources.device=auto", "model.path=nobody/nothing"]) == 2
+    model = "model.path=nobody/nothing"
+    assert main(["--config", "config.yaml", "--dry-run", *ON_GPUS, model]) == 2
     told = capsys.readouterr()
     assert "model.path=nobody/nothing: asking the hub for config.json" in told.out
     assert "`hf download nobody/nothing config.json` where there is a network" in told.err
 
 
 def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dry_run = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
-    assert main([*dry_run, "--cluster", "nodes=2,cpus=0.5"]) == 0
-    page = capsys.readouterr().out
-    assert (
-        "2 nodes with 0.5 CPUs each\nnode 0: policy 0..1\nnode 1: rollout 0, reward 0\n"
-        in page
-    )
+    page = dry_run("resources.device=auto", "--cluster", "nodes=2,cpus=0.5")
+    placement = "node 0: policy 0..1\nnode 1: rollout 0, reward 0\n"
+    assert f"2 nodes with 0.5 CPUs each\n{placement}" in page
     assert "== memory" not in page
-    assert main([*dry_run, "--cluster", "nodes=1,cpus=0.5"]) == 2
-    assert "the run does not fit on 1 node with 0.5 CPUs each" in capsys.readouterr().err
+    refusal = dry_run("resources.device=auto", "--cluster", "nodes=1,cpus=0.5", code=2)
+    assert "the run does not fit on 1 node with 0.5 CPUs each" in refusal
     assert main(["--config", "config.yaml", "--cluster", "nodes=1,cpus=8"]) == 2
     assert "Add --dry-run" in capsys.readouterr().err
 
 
 def test_functions_and_records_are_tried_before_memory_is_measured(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[object] = []
     monkeypatch.setattr("controller.preflight.describe_cluster.measure", measured.append)
     (workspace / "reward.py").write_text("def reward(response, gone):\n    return 0.0\n")
-    cluster = [
-        "--dry-run",
-        "--cluster",
-        "nodes=1,gpus=2,gpu_gib=80,cpus=8",
-        "resources.device=auto",
-    ]
-    assert main(["--config", "config.yaml", *cluster]) == 2
-    assert "gone" in capsys.readouterr().err
+    assert "gone" in dry_run(*ON_GPUS, code=2)
     assert measured == []

@@ -2,13 +2,12 @@
 anything starts.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from controller.algorithm.validation_metrics import ScoredResponse, is_possible, summarize
 from controller.config import load
-from controller.fit import main
 from controller.preflight.algorithm_checks import check_keep_best, check_validation
 from workers.errors import ConfigError
 
@@ -28,11 +27,10 @@ PARTS = "def reward(response, solution):\n    return {'reward': 0, 'exact': 1}\n
     ],
 )
 def test_a_metric_that_validation_does_not_give_is_refused_with_those_that_it_gives(
-    workspace: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], offered: str
+    workspace: Path, dry_run: Callable[..., str], overrides: list[str], offered: str
 ) -> None:
     (workspace / "parts.py").write_text(PARTS)
-    assert main(["--config", "config.yaml", "--dry-run", *overrides]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = dry_run(*overrides, code=2).splitlines()
     assert overrides[0] in line and f"give {offered}." in line.replace("gives", "give")
 
 
@@ -54,16 +52,3 @@ def test_what_others_add_to_the_reward_is_left_to_the_run(workspace: Path) -> No
         check_keep_best(load("config.yaml", ["validation.keep_best=turns", adding]), [])
     with pytest.raises(ConfigError):
         check_keep_best(load("config.yaml", ["validation.keep_best=turns"]), [])
-
-
-@pytest.mark.parametrize("samples", [1, 2, 4, 6])
-def test_every_metric_of_a_validation_is_a_possible_one(samples: int) -> None:
-    graded = [
-        ScoredResponse(f"{source}{uid}", source, {"reward": 1.0, "exact": 0.0}, "4")
-        for source in ("sums", "products")
-        for uid in range(2)
-        for _ in range(samples)
-    ]
-    for name in summarize(graded, "reward", 1.0):
-        assert is_possible(name, samples, ["exact"])
-    assert not is_possible("exac", samples, ["exact"])
