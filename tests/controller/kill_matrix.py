@@ -4,14 +4,21 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.batch.score import Score
 
 STEPS = 4
 PROMPTS, SAMPLES = 2, 2  # of a step, of a prompt
+Run = Callable[..., StandInRun]
 Moment = tuple[str, str, int]
 """An actor, what it does, and for which time."""
+Loss = tuple[Moment, tuple[str, ...]]
+"""A moment, and the actors that die then."""
+
+ENGINES = ("rollout 0", "rollout 1")
+RANKS = ("policy dp=0", "policy dp=1")
 
 CHANGED_BY_LOSSES = ("time/", "throughput/", "restarts/", "checkpoint/")
 CHANGED_BY_LOSSES += ("rollout/samples_retried", "rollout/engine_idle_share")
@@ -68,10 +75,51 @@ def kill_at(stand_ins: StandIns, moment: Moment, *victims: str) -> list[str]:
     return dead
 
 
+def compare(
+    stand_ins: StandIns,
+    run: Run,
+    overrides: tuple[str, ...],
+    arrange: Callable[[], object],
+    *may_differ: str,
+) -> StandInRun:
+    """Run without losses, and then with those that `arrange` prepares. Both must have the same steps."""
+    undisturbed = run(*overrides, "run.name=undisturbed")
+    samples = sampled(stand_ins)
+    clear_record(stand_ins)
+    arrange()
+    finished = run(*overrides)
+    check_every_step(finished)
+    assert sampled(stand_ins) == samples
+    assert differences(finished, undisturbed, *may_differ) == []
+    return finished
+
+
+def compare_losses(
+    stand_ins: StandIns,
+    run: Run,
+    overrides: tuple[str, ...],
+    *losses: Loss,
+    may_differ: tuple[str, ...] = (),
+) -> StandInRun:
+    dead: list[list[str]] = []
+
+    def arrange() -> None:
+        dead.extend(kill_at(stand_ins, moment, *victims) for moment, victims in losses)
+
+    finished = compare(stand_ins, run, overrides, arrange, *may_differ)
+    assert dead == [list(victims) for _, victims in losses], "somebody did not die"
+    return finished
+
+
+def check_got_weights_first(stand_ins: StandIns, engine: str) -> None:
+    events = stand_ins.world.ledger.of(engine)
+    assert events[0] == "start"
+    if "generate" in events:
+        assert events.index("meet") < events.index("receive") < events.index("generate")
+
+
 def recorded(finished: StandInRun, name: str = "metrics") -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (finished.config.run_folder / f"{name}.jsonl").open()
-    ]
+    return read_lines(finished.config.run_folder / f"{name}.jsonl")
 
 
 def check_every_step(finished: StandInRun) -> None:

@@ -3,17 +3,22 @@
 Engines come and go between steps. Each prompt is sampled once, as by any number of engines.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.controller.kill_matrix import (
+    Run,
+    check_got_weights_first,
+    clear_record,
+    kill_at,
+    recorded,
+    sampled,
+)
 from tests.controller.stand_ins.run import StandInRun, StandIns
-from tests.controller.test_losses_on_gpus import kill_once, recorded, sampled
 from workers.errors import RolloutError
 
 STEPS = 6
-Run = Callable[..., StandInRun]
 BASE = (
     "rollout.placement=apart",
     f"run.steps={STEPS}",
@@ -32,8 +37,7 @@ def expected(stand_ins: StandIns, run: Run) -> set[object]:
     """Samples of one engine."""
     run(*BASE, "run.name=fixed", "rollout.replicas=1")
     samples = sampled(stand_ins)
-    stand_ins.world.turns.clear()
-    stand_ins.world.ledger.events.clear()
+    clear_record(stand_ins)
     return samples
 
 
@@ -44,12 +48,6 @@ def engines_by_step(finished: StandInRun) -> list[float]:
     assert [step["rollout/samples"] for step in steps] == [4.0] * STEPS
     assert [step["rollout/newest_weight_version"] for step in steps] == list(range(STEPS))
     return [step["rollout/engines"] for step in steps]
-
-
-def check_got_weights_first(stand_ins: StandIns, engine: str) -> None:
-    events = stand_ins.world.ledger.of(engine)
-    assert events[0] == "start"
-    assert events.index("meet") < events.index("receive") < events.index("generate")
 
 
 def test_engines_are_added_up_to_the_maximum_where_the_cluster_has_room(
@@ -72,7 +70,7 @@ def test_engines_are_added_and_lost_while_samples_are_made_ahead(
     stand_ins: StandIns, run: Run
 ) -> None:
     stand_ins.free_gpus += [[7]]
-    dead = kill_once(stand_ins, "rollout 0", "generate", 20)
+    dead = kill_at(stand_ins, ("rollout 0", "generate", 20), "rollout 0")
     finished = run(*BASE, "rollout.replicas=1..2", "rollout.max_staleness=1")
     assert dead == ["rollout 0"]
     steps = recorded(finished)[1:]
@@ -110,7 +108,9 @@ def test_a_lost_engine_whose_node_is_gone_leaves_the_run_with_fewer(
     stand_ins: StandIns, run: Run, expected: set[object], moment: str
 ) -> None:
     stand_ins.free_gpus += [[7]]
-    dead = kill_once(stand_ins, "rollout 0", moment, 9 if moment == "generate" else 5)
+    dead = kill_at(
+        stand_ins, ("rollout 0", moment, 9 if moment == "generate" else 5), "rollout 0"
+    )
     finished = run(*BASE, "rollout.replicas=1..2")
     assert dead == ["rollout 0"]
     engines = engines_by_step(finished)
@@ -125,7 +125,7 @@ def test_a_lost_engine_comes_back_where_its_room_is_still_there(
     stand_ins: StandIns, run: Run, expected: set[object]
 ) -> None:
     stand_ins.free_gpus += [[7]]
-    dead = kill_once(stand_ins, "rollout 1", "generate", 1)
+    dead = kill_at(stand_ins, ("rollout 1", "generate", 1), "rollout 1")
     finished = run(*BASE, "rollout.replicas=1..2")
     assert dead == ["rollout 1"]
     assert engines_by_step(finished)[-1] == 2.0
@@ -153,37 +153,11 @@ def test_an_engine_that_cannot_start_is_given_up_and_the_run_goes_on(
     assert any("it is not replaced" in line for line in finished.said)
 
 
-def test_below_its_minimum_a_run_waits_for_room_and_then_ends(
-    stand_ins: StandIns, run: Run
-) -> None:
-    kill_once(stand_ins, "rollout 0", "generate", 3)
-    with pytest.raises(RolloutError, match=r"0 of 1\.\.2 engines are left, .* had no room"):
-        run(*BASE, "rollout.replicas=1..2", "resources.placement_timeout_s=1")
-
-
-def test_below_its_minimum_a_run_goes_on_once_there_is_room(
-    stand_ins: StandIns, run: Run, expected: set[object]
-) -> None:
-    dead = kill_once(stand_ins, "rollout 0", "generate", 3)
-    kill = stand_ins.world.trouble
-
-    def trouble(name: str, moment: str) -> None:
-        kill(name, moment)
-        if dead and not stand_ins.free_gpus:
-            stand_ins.free_gpus.append([7])
-
-    stand_ins.world.trouble = trouble
-    finished = run(*BASE, "rollout.replicas=1..2")
-    assert dead == ["rollout 0"]
-    assert engines_by_step(finished)[-1] >= 1.0
-    assert sampled(stand_ins) == expected
-
-
 def test_without_restarts_left_a_run_goes_on_with_its_minimum(
     stand_ins: StandIns, run: Run, expected: set[object]
 ) -> None:
     stand_ins.free_gpus += [[7]]
-    kill_once(stand_ins, "rollout 1", "generate", 1)
+    kill_at(stand_ins, ("rollout 1", "generate", 1), "rollout 1")
     finished = run(*BASE, "rollout.replicas=1..2", "run.max_restarts=0")
     assert engines_by_step(finished)[-1] == 1.0
     assert sampled(stand_ins) == expected
@@ -192,6 +166,6 @@ def test_without_restarts_left_a_run_goes_on_with_its_minimum(
 def test_without_restarts_left_a_run_ends_below_its_minimum(
     stand_ins: StandIns, run: Run
 ) -> None:
-    kill_once(stand_ins, "rollout 0", "generate", 3)
+    kill_at(stand_ins, ("rollout 0", "generate", 3), "rollout 0")
     with pytest.raises(RolloutError, match=r"run\.max_restarts=0"):
         run(*BASE, "rollout.replicas=1..1", "run.max_restarts=0")

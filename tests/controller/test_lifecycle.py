@@ -2,11 +2,11 @@
 needs.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
+from tests.controller.kill_matrix import Run, do_at
 from tests.controller.stand_ins.local_ray import NeverReturnsError
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.errors import LostError
@@ -32,7 +32,6 @@ ENGINES = {
     "an engine over two GPUs": ("rollout.replicas=1", "rollout.tensor_parallel=2"),
 }
 CHECKPOINTS = ("run.checkpoint_every=1", "run.save_every=1", "validation.every=1")
-Run = Callable[..., StandInRun]
 
 
 @pytest.fixture
@@ -124,24 +123,6 @@ def test_engines_of_gpus_of_their_own_never_sleep(run: Run) -> None:
     } & set(events)
 
 
-def test_engines_of_gpus_of_their_own_generate_ahead_and_take_weights_meanwhile(
-    run: Run,
-) -> None:
-    finished = run(
-        "rollout.placement=apart",
-        "rollout.max_staleness=1",
-        "run.steps=3",
-        "data.validation=''",
-    )
-    assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [
-        1.0,
-        2.0,
-        3.0,
-    ]
-    assert [step["rollout/samples"] for step in finished.outcome.steps] == [4.0] * 3
-    assert max(step["rollout/staleness_max"] for step in finished.outcome.steps) == 1.0
-
-
 def test_in_a_warm_up_of_the_critic_engines_wake_with_the_weights_that_they_had(
     run: Run,
 ) -> None:
@@ -151,28 +132,6 @@ def test_in_a_warm_up_of_the_critic_engines_wake_with_the_weights_that_they_had(
         0.0,
         0.0,
     ]
-
-
-def test_a_reward_model_scores_while_engines_sleep(run: Run) -> None:
-    finished = run(*COLOCATED, *ROLES["reward model"], "data.validation=''")
-    events = finished.world.ledger.of("reward_model dp=0", "rollout 0")
-    scored = events.index("scores")
-    assert events[scored - 1] == "sleep 2" and events[scored + 1] == "free"
-
-
-def once(
-    actor: str, what: str, then: Callable[[], None], after: int
-) -> Callable[[str, str], None]:
-    """Trouble that comes when the actor does it for the `after`-th time, and no other time."""
-    left = [after]
-
-    def trouble(who: str, does: str) -> None:
-        if (who, does) == (actor, what):
-            left[0] -= 1
-            if left[0] == 0:
-                then()
-
-    return trouble
 
 
 @pytest.mark.parametrize(("what", "times"), [("generate", 4), ("receive", 2)])
@@ -187,7 +146,7 @@ def test_with_deltas_an_engine_on_a_gpu_is_replaced_alone(
         engine.die()
         world.ledger.give(engine.gpus, "rollout 1", "weights", "kv_cache")
 
-    world.trouble = once("rollout 1", what, die, times)
+    do_at(stand_ins, ("rollout 1", what, times), die)
     deltas = (
         "rollout.weight_sync=delta",
         "rollout.placement=apart",
@@ -210,7 +169,7 @@ def test_a_transfer_in_which_nobody_dies_and_nothing_moves_has_a_time_limit(
     def hang() -> None:
         raise NeverReturnsError
 
-    stand_ins.world.trouble = once("policy dp=0", "send", hang, 1)
+    do_at(stand_ins, ("policy dp=0", "send", 1), hang)
     limit = ("resources.collective_timeout_s=0.1", "run.max_restarts=0")
     with pytest.raises(
         LostError,

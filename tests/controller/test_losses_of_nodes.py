@@ -2,21 +2,20 @@
 nodes, or with checkpoints.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from tests.controller.kill_matrix import (
+    RANKS,
     STEPS,
     Moment,
+    Run,
     at_all_times,
-    check_every_step,
     check_weights_of_the_step_before,
-    clear_record,
-    differences,
+    compare,
     do_at,
     restarts,
-    sampled,
     score_tokens,
     settings,
 )
@@ -24,18 +23,17 @@ from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.local_ray import DRIVERS_NODE
 from tests.controller.stand_ins.run import StandInRun, StandIns
 
-Run = Callable[..., StandInRun]
 NODES = (f"{0:056x}", f"{1:056x}")
 """Ids of nodes, of 28 bytes. The last digit is that of its rank and engine."""
 IN_MEMORY = ("run.peer_copies=1", "run.checkpoint_every=0")
 ON_DISK = ("run.peer_copies=0", "run.checkpoint_every=1")
 MOMENTS = [
-    *at_all_times(("policy dp=0", "policy dp=1"), ("update", "send", "gather"), (2, 4)),
+    *at_all_times(RANKS, ("update", "send", "gather"), (2, 4)),
     *at_all_times(("policy dp=0",), ("log_probs",), (2,)),
     *at_all_times(("rollout 0",), ("generate", "pause", "receive", "resume"), (3,)),
     *at_all_times(("rollout 1",), ("generate", "receive"), (3, 5)),
 ]
-OF_COPIES = at_all_times(("policy dp=0", "policy dp=1"), ("copy",), (1, 2, 3, 4))
+OF_COPIES = at_all_times(RANKS, ("copy",), (1, 2, 3, 4))
 COLOCATED_MOMENTS = at_all_times(
     ("rollout 0",), ("sleep 2", "wake weights", "wake kv_cache"), (2, 4)
 )
@@ -58,24 +56,19 @@ def run(run_on_stand_ins: Run, stand_ins: StandIns, monkeypatch: pytest.MonkeyPa
 def lose(
     stand_ins: StandIns, run: Run, overrides: tuple[str, ...], moment: Moment, *nodes: str
 ) -> StandInRun:
-    undisturbed = run(*overrides, "run.name=undisturbed")
-    samples = sampled(stand_ins)
-    clear_record(stand_ins)
     dead: list[str] = []
 
     def lose_nodes() -> None:
         for node in nodes:
             dead.extend(stand_ins.world.ray.lose_node(node))
 
-    do_at(stand_ins, moment, lose_nodes)
-    finished = run(*overrides)
+    finished = compare(
+        stand_ins, run, overrides, lambda: do_at(stand_ins, moment, lose_nodes)
+    )
     for node in nodes:
         number = node[-1]
         assert {f"policy dp={number}", f"rollout {number}"} <= set(dead)
-    check_every_step(finished)
     check_weights_of_the_step_before(finished)
-    assert sampled(stand_ins) == samples
-    assert differences(finished, undisturbed) == []
     assert restarts(finished)[1] == 1
     return finished
 

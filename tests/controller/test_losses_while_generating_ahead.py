@@ -1,34 +1,27 @@
 """The kill matrix of runs that generate ahead: engines sample while ranks compute, and checkpoints hold samples."""
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.controller.kill_matrix import (
+    ENGINES,
+    RANKS,
+    Loss,
     Moment,
+    Run,
     at_all_times,
-    check_every_step,
-    clear_record,
-    differences,
-    kill_at,
+    compare_losses,
     recorded,
     restarts,
-    sampled,
     score_tokens,
     settings,
 )
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
+from tests.controller.test_losses_at_all_moments import OF_RANKS
 
-Run = Callable[..., StandInRun]
 STALENESS = 2
 AHEAD = settings("apart", f"rollout.max_staleness={STALENESS}")
-ENGINES = ("rollout 0", "rollout 1")
-RANKS = ("policy dp=0", "policy dp=1")
 OF_ENGINES = at_all_times(ENGINES, ("generate", "pause", "receive", "resume"), (1, 2, 4))
-OF_RANKS = at_all_times(
-    RANKS, ("update", "send", "gather", "checkpoint"), (1, 2, 3)
-) + at_all_times(RANKS, ("log_probs",), (1, 2))
 MAY_DIFFER = ("rollout/", "policy/rollout_mismatch")
 """Weights that sampled a token: a loss changes how far ahead engines are."""
 
@@ -39,20 +32,10 @@ def run(run_on_stand_ins: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_on_stand_ins
 
 
-def compare(
-    stand_ins: StandIns, run: Run, *losses: tuple[Moment, tuple[str, ...]]
-) -> StandInRun:
-    undisturbed = run(*AHEAD, "run.name=undisturbed")
-    samples = sampled(stand_ins)
-    clear_record(stand_ins)
-    dead = [kill_at(stand_ins, moment, *victims) for moment, victims in losses]
-    finished = run(*AHEAD)
-    assert dead == [list(victims) for _, victims in losses], "somebody did not die"
-    check_every_step(finished)
+def compare(stand_ins: StandIns, run: Run, *losses: Loss) -> StandInRun:
+    finished = compare_losses(stand_ins, run, AHEAD, *losses, may_differ=MAY_DIFFER)
     for step in recorded(finished)[1:]:
         assert step["step"] - 1 - step["rollout/oldest_weight_version"] <= STALENESS
-    assert sampled(stand_ins) == samples
-    assert differences(finished, undisturbed, *MAY_DIFFER) == []
     return finished
 
 
