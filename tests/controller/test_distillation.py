@@ -16,15 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from controller.config import load
 from controller.lifecycle.model_checks import check_models
 from examples.addition.warm_start import create_model, tokenizer
+from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.run import (
     SETTINGS,
     StandInRun,
     StandIns,
     write_stand_in_workspace,
 )
+from tests.refusals import refused, refused_rows
 from tests.workers.model.reference import divergence
 from workers.batch.remote_batch import RemoteBatch
-from workers.errors import ConfigError, DataError
+from workers.errors import BallastError
 
 Run = Callable[..., StandInRun]
 TAUGHT = (
@@ -48,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     create_model(path / "near", seed=2)
     file = path / "prompts.jsonl"
-    known = [json.loads(line) for line in file.read_text().splitlines()]
+    known = read_lines(file)
     taught = [
         {"who": ("teacher", "near")[i % 2], "hint": "#" * (1 + i)}
         for i in range(len(known))
@@ -148,7 +150,7 @@ def test_the_loss_is_that_of_both_models_distributions(
 
 def records(batch: RemoteBatch) -> list[dict[str, str]]:
     """The record of each row."""
-    known = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    known = read_lines(Path("prompts.jsonl"))
     return [known[int(uid)] for uid in batch["uid"].tolist()]
 
 
@@ -164,61 +166,35 @@ def log_probs(model: str, ids: torch.Tensor, before: str = "") -> torch.Tensor:
     return found.logits[0, len(given) : -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("setting", "others"),
-    [
-        ("teacher.path", ("teacher.path=''",)),
-        ("teacher.path", ("algorithm.loss.distillation.coefficient=0",)),
-        (
-            "algorithm.loss.distillation.divergence",
-            (
-                "algorithm.loss.distillation.over=token",
-                "algorithm.loss.distillation.divergence=jsd",
-            ),
-        ),
-        (
-            "algorithm.loss.distillation.top_k",
-            (
-                "algorithm.loss.distillation.over=vocabulary",
-                "algorithm.loss.distillation.top_k=8",
-            ),
-        ),
-        ("algorithm.zero_variance_groups", ("algorithm.zero_variance_groups=drop",)),
-        ("teacher.path", SEVERAL[1:]),
-        ("teacher.paths", (*SEVERAL[:3], "algorithm.loss.distillation.over=vocabulary")),
-        ("teacher.key", SEVERAL[2:3]),
-        ("teacher.context_key", (*HINTS, "rollout.environment=reward.py:reward")),
-        ("teacher.context_template", (HINTS[0], "teacher.context_template='{context}'")),
-        ("teacher.context_template", HINTS[1:]),
-        ("model.router_replay", (*HINTS, "teacher.path=''", "model.router_replay=replay")),
-        ("teacher.cpu_offload", (*HINTS, "teacher.path=''", "teacher.cpu_offload=true")),
-        (
-            "teacher.forward_max_tokens_per_micro_batch=16",
-            (*HINTS, "policy.max_tokens_per_micro_batch=16"),
-        ),
-        ("teacher.path=teacher", (HINTS[0], *LONG)),
-        ("model.path=model", (HINTS[0], *LONG, "teacher.path=''")),
-        (
-            "prompts.jsonl: record 2",
-            (SEVERAL[0], SEVERAL[2], "teacher.paths={teacher: teacher}"),
-        ),
-        ("prompts.jsonl record 1", (*HINTS, "teacher.context_key=solution")),
-        (
-            "algorithm.advantage",
-            (
-                "algorithm.advantage=none",
-                "teacher.path=''",
-                "algorithm.loss.distillation.coefficient=0",
-            ),
-        ),
-    ],
+@refused_rows(
+    """
+teacher.path=
+teacher.path algorithm.loss.distillation.coefficient=0
+algorithm.loss.distillation.divergence=jsd algorithm.loss.distillation.over=token
+algorithm.loss.distillation.top_k=8 algorithm.loss.distillation.over=vocabulary
+algorithm.zero_variance_groups=drop
+teacher.path SEVERAL teacher.path=teacher
+teacher.paths SEVERAL algorithm.loss.distillation.over=vocabulary
+teacher.key=who
+teacher.context_key HINTS rollout.environment=reward.py:reward
+teacher.context_template HINTS "teacher.context_template='{context}'"
+teacher.context_template HINTS teacher.context_key=
+model.router_replay=replay HINTS teacher.path=
+teacher.cpu_offload=true HINTS teacher.path=
+teacher.forward_max_tokens_per_micro_batch HINTS policy.max_tokens_per_micro_batch=16
+teacher.path HINTS LONG
+model.path HINTS LONG teacher.path=
+"prompts.jsonl: record 2" teacher.path= teacher.key=who "teacher.paths={teacher: teacher}"
+"prompts.jsonl record 1" HINTS teacher.context_key=solution
+algorithm.advantage=none teacher.path= algorithm.loss.distillation.coefficient=0
+""",
+    SEVERAL=SEVERAL,
+    HINTS=HINTS,
+    LONG=LONG,
 )
-def test_what_cannot_teach_is_refused(
-    run: Run, setting: str, others: tuple[str, ...]
-) -> None:
-    with pytest.raises((ConfigError, DataError)) as refused:
-        run(*TAUGHT, *others)
-    assert str(refused.value).startswith(setting)
+def test_what_cannot_teach_is_refused(run: Run, named: str, overrides: list[str]) -> None:
+    with refused(named, BallastError):
+        run(*TAUGHT, *overrides)
 
 
 def test_a_teacher_of_other_tokens_and_a_top_of_all_tokens_are_refused(
@@ -236,16 +212,13 @@ def test_a_teacher_of_other_tokens_and_a_top_of_all_tokens_are_refused(
         None,
         [*SETTINGS, *TAUGHT, "resources.device=cpu", "rollout.placement=shared_memory"],
     )
-    with pytest.raises(ConfigError) as refused:
+    with refused("algorithm.loss.distillation.top_k=64"):
         check_models(config)
-    assert str(refused.value).startswith("algorithm.loss.distillation.top_k=64")
     config.algorithm.loss.distillation.top_k = 3
     check_models(config)
     config.teacher.path = "foreign"
-    with pytest.raises(ConfigError) as refused:
+    with refused("teacher.path=foreign"):
         check_models(config)
-    assert str(refused.value).startswith("teacher.path=foreign")
     config.teacher.path, config.teacher.paths = "", {"near": "near", "far": "foreign"}
-    with pytest.raises(ConfigError) as refused:
+    with refused("teacher.paths.far=foreign"):
         check_models(config)
-    assert str(refused.value).startswith("teacher.paths.far=foreign")
