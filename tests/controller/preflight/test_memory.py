@@ -3,6 +3,7 @@ it.
 """
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from controller.config import Config, load
-from controller.fit import main
 from controller.preflight.cluster import Cluster
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.memory import (
@@ -368,7 +368,7 @@ def gib_of(
 
 
 def test_a_dry_run_measures_every_role_once(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, dry_run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """About 12 CPU seconds: only here does a dry run measure by the real engine, in its own process.
 
@@ -378,13 +378,8 @@ def test_a_dry_run_measures_every_role_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     write_model(workspace / "scorer", architectures=["Qwen2ForSequenceClassification"])
     roles = ["algorithm.advantage=gae", "reward.model.path=scorer", "resources.device=auto"]
-    arguments = ["--config", "config.yaml", *roles, "--dry-run", "--cluster"]
-    assert main([*arguments, "nodes=1,gpus=2,gpu_gib=80,cpus=8"]) == 0, (
-        capsys.readouterr().err
-    )
-    page = capsys.readouterr().out.partition(
-        "== memory, measured on a simulated GPU; GiB ==\n"
-    )[2]
+    whole = dry_run(*roles, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8")
+    page = whole.partition("== memory, measured on a simulated GPU; GiB ==\n")[2]
     lines = [line for line in page.splitlines() if "measuring" not in line]
     passes = [
         "policy update",
@@ -401,8 +396,8 @@ def test_a_dry_run_measures_every_role_once(
     monkeypatch.setattr(
         "controller.config.cached_process.sys", SimpleNamespace(executable="/no/python")
     )
-    assert main([*arguments, "nodes=1,gpus=2,gpu_gib=0.001,cpus=8"]) == 2
-    assert "training needs about" in capsys.readouterr().err
+    small = ("--cluster", "nodes=1,gpus=2,gpu_gib=0.001,cpus=8")
+    assert "training needs about" in dry_run(*roles, *small, code=2)
 
 
 @pytest.mark.slow  # two measurements of 15 CPU s. test_a_dry_run_measures_every_role_once has one
@@ -430,17 +425,11 @@ def test_an_update_holds_what_distillation_adds(
     assert {"teacher.log_probs", "policy.update"} <= found[0].passes.keys()
 
 
-def test_what_is_not_measured_says_why(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
-    assert main([*arguments, "--no-measure"]) == 2
-    assert "Add --dry-run --cluster" in capsys.readouterr().err
-    assert (
-        main([*arguments, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"])
-        == 0
-    )
-    assert "\nnot measured: --no-measure\n" in capsys.readouterr().out
+def test_what_is_not_measured_says_why(dry_run: Callable[..., str]) -> None:
+    unmeasured = ("resources.device=auto", "--no-measure")
+    assert "Add --dry-run --cluster" in dry_run(*unmeasured, code=2)
+    page = dry_run(*unmeasured, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8")
+    assert "\nnot measured: --no-measure\n" in page
     memory = Memory({"policy": {"sizes": SIZES, "problem": "no"}}, "policy: no")
     assert (
         memory_lines(eight_gpus(), memory, {}, EIGHT)[0]

@@ -1,7 +1,7 @@
 """The section "time" of a dry run: inputs from configurations, runs and distributions, and its numbers."""
 
-import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import pytest
 
 from balancing.time_model.machine import ATTENTION_OF_FLASH4, Efficiency
 from controller.config import Config, load
-from controller.fit import main
 from controller.preflight.cluster import Cluster, parse_cluster
 from controller.preflight.describe_time import TimeOptions, changes, read_problem
 from controller.preflight.time_inputs import (
@@ -21,6 +20,7 @@ from controller.preflight.time_inputs import (
     shape_of,
     workload_of,
 )
+from tests.controller.json_lines import write_lines
 from tests.refusals import refused
 
 LAUNCH = Path("examples/launch/sixty_four_gpus.yaml").resolve()
@@ -130,7 +130,7 @@ def test_lengths_of_a_run_are_its_sequences_less_its_mean_prompt(tmp_path: Path)
         '{"step": 1, "lengths": [110, 130]}\n{"step": 2, "lengths": [150, 210]}\n'
     )
     rows = [{"step": step, "rollout/response_tokens_mean": 50.0} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_lines(tmp_path / "metrics.jsonl", rows)
     assert recorded_lengths(tmp_path) == ([10, 30, 50, 110], [100])
     (tmp_path / "lengths.jsonl").unlink()
     with refused(f"--lengths {tmp_path}: "):
@@ -138,23 +138,9 @@ def test_lengths_of_a_run_are_its_sequences_less_its_mean_prompt(tmp_path: Path)
 
 
 @pytest.mark.parametrize("price", ["nan", "inf", "-3", "0", "1e400", "much"])
-def test_a_price_is_a_positive_number(
-    price: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(
-            [
-                "--config",
-                "config.yaml",
-                "--dry-run",
-                "--cluster",
-                "nodes=1,cpus=2",
-                f"--price={price}",
-            ]
-        )
-        == 2
-    )
-    assert "--price" in capsys.readouterr().err
+def test_a_price_is_a_positive_number(price: str, dry_run: Callable[..., str]) -> None:
+    cluster = ("--cluster", "nodes=1,cpus=2")
+    assert "--price" in dry_run(*cluster, f"--price={price}", code=2)
 
 
 def test_every_change_keeps_the_gpus() -> None:
@@ -165,16 +151,9 @@ def test_every_change_keeps_the_gpus() -> None:
 
 
 def test_the_page_says_hours_cost_and_what_would_help(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
+    dry_run: Callable[..., str],
 ) -> None:
-    arguments = [
-        "--config",
-        "config.yaml",
-        "--dry-run",
-        "resources.device=auto",
-        "run.steps=1000",
-        "--no-measure",
-    ]
+    on_gpus = ("resources.device=auto", "run.steps=1000", "--no-measure")
     timed = [
         "--cluster",
         "nodes=1,gpus=2,gpu=H100",
@@ -183,8 +162,7 @@ def test_the_page_says_hours_cost_and_what_would_help(
         "--response-tokens",
         "fixed:8",
     ]
-    assert main([*arguments, *timed]) == 0
-    page = capsys.readouterr().out.partition("== time, predicted ==\n")[2]
+    page = dry_run(*on_gpus, *timed).partition("== time, predicted ==\n")[2]
     step = float(re.search(r"^step +([\d.]+)", page, re.MULTILINE)[1])  # type: ignore[index]
     hours, gpu_hours, price = re.search(
         r"in ([\d.]+) hours .*, (\d+) GPU-hours, (\d+) at 2.5", page
@@ -193,23 +171,6 @@ def test_the_page_says_hours_cost_and_what_would_help(
     assert float(gpu_hours) == pytest.approx(2 * 1000 * step / 3600, abs=0.6)
     assert float(price) == pytest.approx(2.5 * 2 * 1000 * step / 3600, abs=3)
     assert all(len(line) <= 80 for line in page.splitlines())
-    assert main([*arguments, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8"]) == 0
-    assert "not predicted: name the card" in capsys.readouterr().out
-    assert main([*arguments[:-1], "--price", "2"]) == 2
-    assert "Add --dry-run --cluster" in capsys.readouterr().err
-
-
-def test_settings_of_cpus_are_left_out_on_gpus(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "--config",
-        "config.yaml",
-        "--dry-run",
-        "resources.device=auto",
-        "rollout.threads=1",
-    ]
-    assert main([*arguments, "--no-measure", "--cluster", "nodes=1,gpus=2,gpu=H100"]) == 0
-    assert "rollout.threads=1: left out" in capsys.readouterr().err
-    assert main([*arguments, "--cluster", "nodes=2,cpus=4"]) == 0
-    assert "left out" not in capsys.readouterr().err
+    page = dry_run(*on_gpus, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8")
+    assert "not predicted: name the card" in page
+    assert "Add --dry-run --cluster" in dry_run(*on_gpus[:-1], "--price", "2", code=2)
