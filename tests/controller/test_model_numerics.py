@@ -2,13 +2,13 @@
 and by a run.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from controller.fit import main
 from controller.lifecycle import model_checks
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.run import StandIns
@@ -20,13 +20,11 @@ from workers.errors import UnsupportedModelError
 from workers.model.engine import TrainingEngine
 from workers.model.sharding.parallel import make_parallel
 
-
-def dry_run(*overrides: str) -> int:
-    return main(["--config", "config.yaml", "--dry-run", *overrides])
+DryRun = Callable[..., str]
 
 
 def test_a_dry_run_says_how_well_each_model_is_computed(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, dry_run: DryRun
 ) -> None:
     save_tiny_model(workspace / "tiny", head_dim=32)
     write_tokenizer(workspace / "tiny")
@@ -35,9 +33,8 @@ def test_a_dry_run_says_how_well_each_model_is_computed(
         "algorithm.advantage=gae",
         "algorithm.loss.kl_coefficient=0.1",
     )
-    assert dry_run(*overrides) == 0
     lines = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("numerics")
+        line for line in dry_run(*overrides).splitlines() if line.startswith("numerics")
     ]
     assert len(lines) == 2, (
         "the reference is the policy's model, the critic has a head of its own"
@@ -50,15 +47,14 @@ def test_a_dry_run_says_how_well_each_model_is_computed(
 
 
 def test_a_dry_run_says_what_quantized_weights_take(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, dry_run: DryRun
 ) -> None:
     save_tiny_model(workspace / "tiny", head_dim=32, hidden_size=64)
     write_tokenizer(workspace / "tiny")
     assert quantize_checkpoint(workspace / "tiny", workspace / "plain", "fp8 channels") > 0
-    assert dry_run("model.path=tiny") == 0
     lines = [
         line
-        for line in capsys.readouterr().out.splitlines()
+        for line in dry_run("model.path=tiny").splitlines()
         if line.startswith(("weights", "numerics"))
     ]
     assert lines[0].startswith(
@@ -75,12 +71,11 @@ def test_a_dry_run_says_what_quantized_weights_take(
     ],
 )
 def test_a_dry_run_says_which_sequences_select_tokens(
-    workspace: Path, capsys: pytest.CaptureFixture[str], tokens: int, effect: str
+    workspace: Path, dry_run: DryRun, tokens: int, effect: str
 ) -> None:
     save_tiny_model(workspace / "tiny", "deepseek_v32", index_topk=tokens)
     write_tokenizer(workspace / "tiny")
-    assert dry_run("model.path=tiny", "resources.device=cuda") == 0
-    page = capsys.readouterr().out
+    page = dry_run("model.path=tiny", "resources.device=cuda")
     assert "numerics: packed rows of model.path match" in page
     assert f"selection: model.path has index_topk={tokens}: {effect}" in page
 
@@ -99,40 +94,32 @@ def test_a_dry_run_says_which_sequences_select_tokens(
 )
 def test_a_dry_run_refuses_a_broken_model_in_one_line(
     workspace: Path,
-    capsys: pytest.CaptureFixture[str],
+    dry_run: DryRun,
     name: str,
     overrides: tuple[str, ...],
     message: str,
 ) -> None:
     save_broken_model(workspace / "broken", name)
-    capsys.readouterr()  # what writing a model says
-    assert dry_run("model.path=broken", *overrides) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = dry_run("model.path=broken", *overrides, code=2).splitlines()
     assert message in line
 
 
-def test_a_dry_run_refuses_weights_with_nan(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_weights_with_nan(workspace: Path, dry_run: DryRun) -> None:
     path = Path(save_tiny_model(workspace / "tiny", head_dim=32)) / "model.safetensors"
     write_tokenizer(workspace / "tiny")
     weights = load_file(path)
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})
-    assert dry_run("model.path=tiny") == 2
-    assert (
-        "its weights contain NaN or infinity (first: model.norm.weight)"
-        in capsys.readouterr().err
-    )
+    refusal = dry_run("model.path=tiny", code=2)
+    assert "its weights contain NaN or infinity (first: model.norm.weight)" in refusal
 
 
 def test_a_dry_run_leaves_a_large_model_to_the_run(
-    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_checks, "MOST_BYTES", 1000)
     save_broken_model(workspace / "broken", "louder")
-    assert dry_run("model.path=broken") == 0
-    assert "is not loaded here (limit 0.0)" in capsys.readouterr().out
+    assert "is not loaded here (limit 0.0)" in dry_run("model.path=broken")
 
 
 @pytest.fixture
