@@ -1,6 +1,5 @@
 """Whole runs of `controller.sft`, `controller.preferences` and `controller.reward_model` in this process."""
 
-import json
 from pathlib import Path
 
 from controller.config import load_as
@@ -10,12 +9,14 @@ from controller.config.offline import (
     RewardTrainingConfig,
     SftConfig,
 )
+from controller.observability.metric_table import spec_of
 from controller.offline.offline_training import read_inputs, training
 from controller.offline.steps import STEPS
 from controller.preflight.offline_checks import check_offline
 from controller.training_loop import Outcome, train
 from examples.addition import data
 from examples.addition.warm_start import create_model, pairs
+from tests.controller.json_lines import read_lines
 from tests.end_to_end.faults import Listening
 
 SCHEMAS: dict[str, type[OfflineConfig]] = {
@@ -60,7 +61,9 @@ def run_offline(name: str, run: str, *overrides: str) -> Outcome:
 
 def recorded(run: str) -> list[dict[str, float]]:
     """The metrics of every step of `runs/RUN`."""
-    return [
-        json.loads(line)
-        for line in (Path("runs") / run / "metrics.jsonl").read_text().splitlines()
-    ]
+    return read_lines(Path("runs") / run / "metrics.jsonl")
+
+
+def undeclared_metrics(run: str) -> set[str]:
+    names = {name for step in recorded(run) for name in step} - {"step"}
+    return {name for name in names if spec_of(name) is None}

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from controller.config.offline import RewardDataConfig
-from controller.observability.metric_table import spec_of
 from controller.observability.report import write_report
 from controller.offline.examples import reward_examples
 from controller.offline.tokenized import Row, scored_row
 from controller.training_loop import Outcome
 from examples.addition import data
 from examples.addition.warm_start import tokenizer
-from tests.controller.offline.local_run import recorded
+from tests.controller.json_lines import write_lines
+from tests.controller.offline.local_run import undeclared_metrics
 from workers.errors import DataError
 from workers.rendering import Renderer
 
@@ -38,7 +38,7 @@ LABELLED = [
 
 
 def write(file: str, records: list[dict[str, Any]]) -> None:
-    Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(Path(file), records)
 
 
 def scores_of(texts: list[str]) -> torch.Tensor:
@@ -69,12 +69,7 @@ def test_pairs_are_ranked_by_a_model_that_transformers_reads(run: Run) -> None:
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6), "a new head scores 0"
     assert losses[-1] < 0.8 * losses[0]
     assert outcome.after["accuracy"] == 1
-    assert [
-        name
-        for step in recorded("run")
-        for name in step
-        if name != "step" and spec_of(name) is None
-    ] == []
+    assert undeclared_metrics("run") == set()
     sides = ("chosen", "rejected")
     chosen, rejected = (
         scores_of([pair["prompt"] + pair[side] for pair in pairs[20:]]) for side in sides
@@ -124,12 +119,7 @@ def test_scores_and_labels_of_steps_are_learned(run: Run, loss: str, metric: str
     )
     assert outcome.after["loss"] < 0.8 * outcome.before["loss"]
     assert outcome.steps[-1][f"policy/{metric}"] != outcome.before[metric]
-    assert [
-        name
-        for step in recorded("run")
-        for name in step
-        if name != "step" and spec_of(name) is None
-    ] == []
+    assert undeclared_metrics("run") == set()
     if loss == "regression":
         errors = scores_of(
             [f"{each['prompt']}{each['response']}" for each in LABELLED]
