@@ -115,17 +115,6 @@ def test_a_dry_run_refuses_it_in_one_line(
     check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
 
 
-@rows(DATA[0], MACHINE[0])
-def test_a_run_refuses_what_a_dry_run_refuses(
-    case: BadInput,
-    workspace: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    check_refused(case, workspace, capfd, monkeypatch)
-
-
 @pytest.mark.parametrize(
     "where",
     [["resources.ray_address=head:6379"], ["resources.device=cuda"]],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.controller.bad_inputs import BadInput, check_refused, rows
+from tests.controller.preflight.test_bad_inputs import DATA, MACHINE
 
 REWARD = "\n\ndef reward(response, solution):\n    {body}\n"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -328,11 +329,12 @@ def test_code_and_templates_that_fail_when_they_are_tried_are_refused(
     check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
 
 
-@rows(IMPORTS[0])
+@rows(IMPORTS[0], DATA[0], MACHINE[0])
 def test_a_run_refuses_what_a_dry_run_refuses(
     case: BadInput,
     workspace: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     check_refused(case, workspace, capfd, monkeypatch)

@@ -231,16 +231,6 @@ def test_a_range_of_equal_ends_is_a_number(workspace: Path) -> None:
     ).replace("replicas: 2\n", "replicas: 2..2\n")
 
 
-@pytest.mark.parametrize(
-    ("replicas", "words"), [("1", "1 engine"), ("2", "2 engines"), ("1..2", "1..2 engines")]
-)
-def test_the_headline_has_the_number_of_engines(
-    workspace: Path, replicas: str, words: str
-) -> None:
-    config = load("config.yaml", [f"rollout.replicas={replicas}"])
-    assert config.headline.split(", ")[-2] == words
-
-
 def test_a_range_is_read_from_a_file_and_told_on_the_page(workspace: Path) -> None:
     (workspace / "range.yaml").write_text("rollout: {replicas: 1..4}\n")
     config = read(Config, ["config.yaml", "range.yaml"], [])
