@@ -166,14 +166,6 @@ def test_a_wrong_override_is_refused_in_one_line_that_begins_with_it(override: s
     )
 
 
-@pytest.mark.parametrize(
-    "override", ["data.chat_template_arguments={a: ???}", "rollout.sampling.stop=[???]"]
-)
-def test_a_value_that_is_not_set_is_not_called_bad_yaml(override: str) -> None:
-    with refused("stands for a value that is not set"):
-        load(None, [*NEEDED, override])
-
-
 REPEATED = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
     for before, name in zip("abcde", "bcdef", strict=True)

@@ -1,6 +1,3 @@
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +19,6 @@ from tests.controller.config_workspace import write_workspace
 from workers.batch.dataproto import object_column
 from workers.batch.placed_images import Image, PlacedImage
 from workers.batch.remote_batch import RemoteBatch
-from workers.errors import ConfigError
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))
@@ -205,15 +201,3 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     ) == list(range(sequences))
     fewest = min(map(len, drawn))
     assert all(part.steps >= min(least, fewest) for part in plan.mini_batches)
-
-
-def test_a_model_that_cannot_be_counted_names_the_field_to_add(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "blt", "hidden_size": 8, "vocab_size": 9})
-    )
-    config = Config()
-    config.model.path = str(tmp_path)
-    with pytest.raises(
-        ConfigError, match=f"model.path={tmp_path}: .*num_hidden_layers.*Add the field"
-    ):
-        counted_costs(config)
