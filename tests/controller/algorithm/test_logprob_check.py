@@ -175,19 +175,6 @@ def test_weights_that_do_not_reach_the_engines_stop_the_run_before_the_second_up
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_a_mismatch_that_grows_beyond_the_limit_stops_the_run_and_saves_nothing_more(
-    stand_ins: StandIns, run_on_stand_ins: Run, tmp_path: Path
-) -> None:
-    """Of an engine with a cut distribution, which may differ at once."""
-    stand_ins.world.loses_updates = True
-    with pytest.raises(
-        MismatchError, match=r"step 4: .* differ by 0\.75 nats .* policy\.max_mismatch=0\.6"
-    ):
-        run_on_stand_ins(*LONG, *CUT, "policy.max_mismatch=0.6")
-    assert newest_checkpoint(tmp_path) == "step-3"
-    assert not (tmp_path / "run" / "model").exists()
-
-
 @pytest.mark.parametrize("passes", ["batch.mini_batches=1", "batch.mini_batches=2"])
 def test_log_probs_that_are_nan_stop_the_run(
     stand_ins: StandIns, run_on_stand_ins: Run, passes: str
@@ -204,13 +191,3 @@ def test_log_probs_that_are_nan_stop_the_run(
         MismatchError, match="step 4: log-probs of engines and trainer differ by NaN"
     ):
         run_on_stand_ins(*LONG, passes)
-
-
-def test_a_pass_is_added_in_the_two_steps_that_prove_and_in_no_other(
-    stand_ins: StandIns, run_on_stand_ins: Run
-) -> None:
-    finished = run_on_stand_ins(*LONG)
-    events = finished.world.ledger.of("policy dp=0")
-    passes = [what for what in events if what in ("log_probs", "update")]
-    assert passes == ["log_probs", "update", "log_probs", "update", *["update"] * 4]
-    assert all(step["policy/rollout_mismatch_mean"] == 0 for step in finished.outcome.steps)
