@@ -2,7 +2,6 @@
 digit.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from controller.config.sampler import GenerateConfig
 from controller.observability.run_folder import RunFolder
 from controller.preflight.checks import check_sampler
 from examples.addition.warm_start import tokenizer
+from tests.controller.json_lines import read_lines
 from tests.controller.sampling.test_on_gpus import generate
 from tests.controller.stand_ins.gpus import StandInReward, World
 from tests.controller.stand_ins.run import SETTINGS, StandInRun
@@ -150,10 +150,7 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
     assert sum(row["count"] for row in rows) == 2 * lost and len(rows) == len(
         {row["step"] for row in rows}
     )
-    recorded = [
-        json.loads(line)
-        for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()
-    ]
+    recorded = read_lines(found.config.run_folder / "samples.jsonl")
     assert {(row["response"][0], row["judgement"]) for row in recorded} <= {
         ("3", "="),
         *((c, c) for c in "0124"),

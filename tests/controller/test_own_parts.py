@@ -2,7 +2,6 @@
 refused.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from controller.fit import Inputs, read_inputs
 from controller.observability.console import Console
 from controller.run import Run
 from tests.controller.bad_inputs import BadInput, check_refused, rows
+from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.documentation.blocks import ROOT, blocks_of
@@ -92,10 +92,7 @@ def own_run(stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def samples(run: StandInRun) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (run.config.run_folder / "samples.jsonl").read_text().splitlines()
-    ]
+    return read_lines(run.config.run_folder / "samples.jsonl")
 
 
 def test_the_functions_of_samples_of_the_documentation(

@@ -24,6 +24,7 @@ from controller.observability.shown_text import show_prompt
 from controller.offline.examples import sft_examples
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
+from tests.controller.json_lines import write_lines
 from tests.controller.stand_ins.run import SETTINGS
 from workers.chat_messages import clean_prompt
 from workers.errors import BallastError, ConfigError, DataError
@@ -77,7 +78,7 @@ def write_model(
 def write(path: Path, prompts: list[Any]) -> None:
     rows = [{"prompt": prompt} for prompt in prompts]
     if path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
+        write_lines(path, rows)
     else:
         pa.parquet.write_table(pa.Table.from_pylist(rows), path)
 
@@ -432,7 +433,7 @@ def test_a_dry_run_finds_what_a_model_cannot_read_end_or_learn(
         END,
         ["<end>", *(f"<{number}>" for number in range(18)), "<far>"],
     )
-    (workspace / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_lines(workspace / "x.jsonl", records)
     assert dry_run(command) == code
     assert words in "".join(capsys.readouterr())
     if "Add its id" in words:

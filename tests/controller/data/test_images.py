@@ -1,7 +1,6 @@
 """Records with images become prompts with images, in every form that users bring."""
 
 import base64
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from controller.data.prompts import PromptDataset, PromptRules
 from controller.data.records import read_records
+from tests.controller.json_lines import write_lines
 from tests.refusals import refused
 from tests.workers.vision_families import PLACEHOLDERS, pictures
 from workers.errors import DataError
@@ -47,7 +47,7 @@ def _dataset(
     folder: Path, renderer: Renderer, *records: dict[str, Any], rules: PromptRules = RULES
 ) -> PromptDataset:
     file = folder / "train.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(file, records)
     return PromptDataset(
         read_records(str(file), "prompt", image_key="images"),
         renderer,

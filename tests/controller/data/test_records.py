@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from controller.data.records import check_loss_columns, iter_records, read_records
+from tests.controller.json_lines import write_lines
 from tests.refusals import refused
 from workers.errors import DataError
 
@@ -17,7 +18,7 @@ def write(path: Path, rows: list[dict]) -> str:
     table = pa.Table.from_pylist(rows)
     match path.suffix:
         case ".jsonl":
-            path.write_text("\n".join(map(json.dumps, rows)))
+            write_lines(path, rows)
         case ".json":
             path.write_text(json.dumps(rows))
         case ".parquet":

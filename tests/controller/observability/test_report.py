@@ -38,6 +38,7 @@ from tests.browser import (
     browser,
     needs_chromium,
 )
+from tests.controller.json_lines import read_lines, write_lines
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
 
 SECTIONS = [
@@ -178,15 +179,13 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     folder = tmp_path / "short"
     write_run(folder, steps=1, ranks=1)
     shutil.rmtree(folder / "validation")
-    metrics = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    metrics = read_lines(folder / "metrics.jsonl")
     kept = (
         {name: value for name, value in row.items() if "validation" not in name}
         for row in metrics
         if row["step"]
     )
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    write_lines(folder / "metrics.jsonl", kept)
     for name in ("samples.jsonl", "timeline.jsonl", "metrics.jsonl"):
         with (folder / name).open("a") as lines:
             lines.write('{"step": 2, "up')
@@ -211,10 +210,10 @@ def test_samples_by_reward_stand_in_for_a_validation_with_expected_answers(
     write_run(folder, steps=2)
     shutil.rmtree(folder / "validation")
     file = folder / "samples.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_lines(file)
     for number, row in enumerate(rows):
         row |= {"reward": float(number), "record": f"level: 3\n{name}: WANTED{number}"}
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_lines(file, rows)
     (table,) = [
         table
         for table in sample_tables(RunFolder(folder))
@@ -337,13 +336,9 @@ def test_the_report_is_readable_at_a_desk_and_on_a_telephone(
 def test_a_run_that_does_not_learn_says_so_at_the_top_of_its_report(tmp_path: Path) -> None:
     folder = tmp_path / "stuck"
     write_run(folder, steps=3)
-    lines = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(folder / "metrics.jsonl")
     stuck = [line | {"rollout/groups_without_signal": 1.0} for line in lines]
-    (folder / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(line)}\n" for line in stuck)
-    )
+    write_lines(folder / "metrics.jsonl", stuck)
     page = write_report(folder).read_text()
     assert page.index("all rewards were equal in 100% of the groups") < page.index("<h2>")
 

@@ -12,6 +12,7 @@ from controller.config import Config
 from controller.observability.ray_metrics import RayMetrics
 from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import GuardedTracker, open_trackers
+from tests.controller.json_lines import read_lines
 
 SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
 
@@ -51,10 +52,7 @@ def test_a_resumed_run_goes_on_in_its_trackers_and_one_under_a_new_name_does_not
     config.run.resume = "auto"
     saved = json.loads(json.dumps(Progress(step=1, trackers=first).to_json()))
     assert record(config, Progress(**saved), 2) == first
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(tmp_path / "tracked" / "metrics.jsonl")
     assert lines == [{"step": 1, "policy/loss": 1.0}, {"step": 2, "policy/loss": 2.0}]
     config.run.name, config.run.resume = "other", str(tmp_path / "tracked")
     assert not set(record(config, Progress(**saved), 2).values()) & set(first.values())

@@ -15,6 +15,7 @@ from controller.config.offline import (
 from controller.config.schema import load_as
 from controller.lifecycle.model_checks import check_models
 from controller.preflight.offline_checks import check_offline
+from tests.controller.json_lines import write_lines
 from tests.controller.tokenizer_file import END
 from tests.refusals import refused, refused_rows
 
@@ -141,9 +142,7 @@ def test_a_dry_run_looks_into_every_record(
         {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"},
         {"prompt": "1+1="},
     ]
-    (workspace / "given.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
+    write_lines(workspace / "given.jsonl", records)
     assert MAINS[command]([*DRY_RUN, "data.train=given.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("error: given.jsonl record 2 has ")
 

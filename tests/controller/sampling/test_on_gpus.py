@@ -1,6 +1,5 @@
 """Samples as on GPUs, on stand-ins: engines have GPUs of their own, and a reward model's ranks theirs."""
 
-import json
 import re
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,7 @@ from controller.sampling.jobs import Job, JobRequest, checked_settings, read_job
 from controller.sampling.models import choose_model
 from controller.sampling.output import SamplesFile
 from controller.sampling.sampling_run import Attempts, failures_of, sample_missing
+from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.run import StandIns
 from tests.end_to_end.faults import Listening
 
@@ -37,9 +37,7 @@ def attempt(folder: Path, *overrides: str) -> tuple[Job, Attempts]:
 def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     _, attempts = attempt(folder, *overrides)
     assert attempts.dropped == []
-    return [
-        json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()
-    ]
+    return read_lines(folder / "samples.jsonl")
 
 
 def test_engines_alone_sample_every_prompt_and_never_sleep(
