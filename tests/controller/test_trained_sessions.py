@@ -17,7 +17,6 @@ from controller import step
 from controller.planning.planner import prefix_columns
 from controller.rollout.batch_rows import BRANCH_COLUMNS
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
-from tests.refusals import refused
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, relative_error
 from tests.workers.rollout.sessions import response
@@ -29,7 +28,6 @@ from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.requests import SampleRequest
 from workers.engine.session_record import Node
-from workers.errors import DataError
 from workers.model.engine import TrainingEngine
 from workers.model.rows.prefix_rows import pack_shared
 from workers.roles import model_worker
@@ -241,13 +239,6 @@ def test_the_gradient_is_that_of_every_path_by_itself(
         assert relative_error(gradients[0][name], gradient) < 1e-9, name
     assert metrics["rollout/rows_per_sample"] == 9 / 4 and metrics["rollout/samples"] == 4
     assert metrics["reward/mean"] == pytest.approx(np.mean(values))
-
-
-def test_an_estimator_of_another_form_is_refused_once_a_response_is_rewarded(
-    run: Run,
-) -> None:
-    with refused("algorithm.advantage=reinforce_plus_plus", DataError):
-        run("algorithm.advantage=reinforce_plus_plus")
 
 
 def test_a_plan_knows_that_shared_turns_are_computed_once() -> None:

@@ -123,11 +123,6 @@ def test_a_batch_under_a_plan_comes_back_in_its_order(
     assert rows == [[2 * i] * n for i, n in enumerate(lengths)]
 
 
-def test_a_call_can_be_left_running(group: WorkerGroup) -> None:
-    futures = [group.double.remote(i) for i in range(3)]
-    assert [future.result() for future in futures] == [[2 * i] * 4 for i in range(3)]
-
-
 def test_an_unknown_method_is_named(group: WorkerGroup) -> None:
     with pytest.raises(AttributeError, match="no dispatched method 'tripled'"):
         group.tripled  # noqa: B018

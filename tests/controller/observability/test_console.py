@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.observability.console import Console, LiveLine, SamplingRound
-from controller.observability.recorded_values import as_recorded
 from controller.observability.run_log import run_log
-from tests.controller.observability.recorded_sessions import FORKED
 
 METRICS = {
     "reward/mean": 0.5,
@@ -345,16 +343,3 @@ def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> 
 def test_completions_have_no_advantages_with_a_critic_whose_are_per_token() -> None:
     assert completions() == ""
     assert "advantage" not in completions({"prompt": "a", "response": "4", "reward": 1.0})
-
-
-def test_a_session_is_shown_as_a_tree() -> None:
-    text = completions(
-        {
-            "prompt": "a",
-            "response": "all",
-            "reward": 1.0,
-            "session": as_recorded(FORKED, 1_000),
-        }
-    )
-    assert "branch after turn 1" in text
-    assert "completions" not in text

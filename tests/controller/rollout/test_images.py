@@ -92,15 +92,6 @@ def test_a_content_is_stored_once_and_gathered(rollout: RolloutBatch) -> None:
     assert IMAGES not in rows.light.columns
 
 
-def test_batches_without_images_join_those_with(rollout: RolloutBatch) -> None:
-    plain = RemoteBatch(
-        {name: c for name, c in rollout.rows.columns.items() if name != IMAGES},
-        rollout.rows.tokens,
-    )
-    joined = RemoteBatch.concat([plain, rollout.rows])
-    assert _digests(joined) == [[], [], *_digests(rollout.rows)]
-
-
 def test_files_keep_images(rollout: RolloutBatch, tmp_path: Path) -> None:
     write_step(tmp_path / "step.npz", rollout)
     write_rows(tmp_path / "rows.npz", rollout.rows)
