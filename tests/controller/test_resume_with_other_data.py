@@ -65,7 +65,6 @@ def try_again(*overrides: str) -> DataIdentity:
         ),
         ("data.train=moved.jsonl",),
     ],
-    ids=["nothing", "settings of learning", "the same data elsewhere"],
 )
 def test_what_leaves_the_prompts_as_they_were_goes_on(
     workspace: Path, overrides: tuple[str, ...]
@@ -105,16 +104,6 @@ def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
             ("data.sources={mine.jsonl: 1, longer.jsonl: 1}", "data.train=''"),
             r"has 8 \+ 9 records",
         ),
-    ],
-    ids=[
-        "a record more",
-        "an edited record",
-        "seed",
-        "order",
-        "tokenizer",
-        "template",
-        "arguments",
-        "another source",
     ],
 )
 def test_other_prompts_or_another_order_are_refused_before_anything_starts(
