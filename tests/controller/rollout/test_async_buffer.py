@@ -126,6 +126,22 @@ def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     assert {"0", "2"} <= set(collected.batch["uid"].tolist())  # metrics are of all samples
 
 
+@pytest.mark.parametrize(("rounds", "replaced"), [(2, 2), (3, 4)])
+def test_as_many_groups_are_replaced_as_the_rounds_allow(
+    local_run: Run, rounds: int, replaced: int
+) -> None:
+    """Four groups are under way, and each one that is replaced admits another."""
+    found = local_run(
+        *AHEAD,
+        "algorithm.zero_variance_groups=replace",
+        f"algorithm.max_sampling_rounds={rounds}",
+    )
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
+    buffer = buffer_of(found)
+    assert uids(buffer.collect(1)) == ["1"]
+    assert buffer.position == 4 + replaced
+
+
 def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(
     local_run: Run,
 ) -> None:
