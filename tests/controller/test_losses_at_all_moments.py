@@ -118,7 +118,7 @@ def test_all_engines_that_die_at_once_are_replaced(
     assert restarts(finished) == (2, 0)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(4, always=["apart-start-rollout 0 restart 1"])
 @pytest.mark.parametrize("victim", ["rollout 1", "rollout 0 restart 1"])
 @pytest.mark.parametrize(("placement", "event"), REPLACEMENT_EVENTS)
 def test_an_engine_that_dies_while_another_is_replaced_is_replaced_too(

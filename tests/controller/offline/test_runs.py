@@ -129,7 +129,10 @@ def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(
     run("sft", "run", "run.steps=2", "run.checkpoint_every=2")
     resumed = ("run.resume=runs/run", "run.steps=3")
     others = {
+        "data.train=held_out.jsonl": "has 4 records of other content than the 20 then",
         "data.response_key=rejected": "data.response_key=rejected was 'chosen'",
+        "run.seed=1": "run.seed=1 was 0",
+        "data.shuffle=false": "data.shuffle=False was True",
         "data.max_tokens=24": r"keeps \d+ records, and kept 20",
     }
     for other, words in others.items():

@@ -109,6 +109,17 @@ def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
     ]
 
 
+def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: Run) -> None:
+    found = local_run(*AHEAD)
+    found.engines.slow = {"1", "4"}
+    found.fit()
+    trained = [
+        uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]
+    ]
+    assert sorted(map(int, trained)) == list(range(8))
+    assert found.run.buffer.position == 8
+
+
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     found = local_run(
         *AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4"

@@ -13,6 +13,7 @@ from controller.rollout.buffer import RolloutBuffer, overlong_penalty
 from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
 from tests.refusals import refused
+from workers.batch.score import Score
 from workers.engine.requests import VALIDATION_STEP
 from workers.errors import RolloutError
 
@@ -262,6 +263,19 @@ def test_dropped_and_retried_samples_have_one_line_a_step_with_count_place_and_c
     assert failure_lines(RunFolder(found.config.run_folder))[0].endswith(
         "prompt 1, sample 0: no such token"
     )
+
+
+def test_each_cause_of_failed_rewards_has_its_line(local_run: Run) -> None:
+    found = local_run()
+    causes = {0: "no key 'a'", 1: "took 3 s"}
+    found.rewards.reward = lambda uid, sample, greedy: Score(
+        0.0, "", failure=f"{causes[sample]}{uid}"
+    )
+    collected(found)
+    for sample, cause in causes.items():
+        line = f"rewards failed (reward.on_failure=zero): 2, the first: prompt 0, sample {sample}: {cause}0"
+        assert found.said.count(line) == 1
+    assert len(failure_lines(RunFolder(found.config.run_folder))) == 2
 
 
 def test_a_round_in_which_every_reward_failed_is_an_error(local_run: Run) -> None:
