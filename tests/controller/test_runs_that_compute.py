@@ -468,6 +468,17 @@ def test_a_checkpoint_before_the_first_update_changes_no_later_update(
     )
 
 
+def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run) -> None:
+    finished = run(*TWO_EPOCHS, "policy.optimizer.schedule=linear")
+    rates = [step["policy/learning_rate"] for step in finished.outcome.steps]
+    assert rates == pytest.approx(
+        [1e-3 / 8 * np.mean(part) for part in ([8, 7, 6, 5], [4, 3, 2, 1])]
+    )
+    assert engine_of(finished).states.current.schedule.get_last_lr()[0] == pytest.approx(
+        0.0, abs=1e-12
+    )
+
+
 @pytest.fixture(scope="module")
 def experts(stand_in_folder: Path) -> str:
     """A mixture of four experts, two a token, with the tokenizer of the other models."""
