@@ -197,7 +197,7 @@ def _pickled_defaults(schema: Hashable) -> bytes:
 def _merge(
     merged: Any, parts: Sequence[DictConfig], known_settings: Mapping[str, Setting]
 ) -> None:
-    """Merge all parts in place. A mapping given again replaces the one before.
+    """Merge all parts in place. Numbers and biases by name replace those before; other mappings are merged.
 
     One call for all parts: each call walks the whole tree, and `OmegaConf.merge` copies it too.
     """
