@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUICK := not slow and not gpu and not soak
 # A test that hangs shows every thread's stack after five minutes, ends its process after ten, and counts as failed. The
-# stacks that pytest-timeout writes at its end do not leave a process of pytest-xdist.
+# stacks that pytest-timeout writes at its end do not leave a process of pytest-xdist. Such an end is the run's: with
+# another process in its place, pytest-xdist may wait for ever.
 # Actors of Ray and processes that a test waits for leave two cores idle: with two workers for half of the time, with
 # three for 6 % of it, in three quarters of the time.
 WORKERS ?= 3
-TWO := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 600 --timeout-method thread -o faulthandler_timeout=300
+TWO := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 600 --timeout-method thread -o faulthandler_timeout=300 --max-worker-restart 0
 STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
