@@ -24,7 +24,7 @@ RUN = {
         "python -m controller.fit --config mine.yaml policy.max_tokens_per_micro_batch=16384",
         "python -m controller.fit --settings",
     ],
-    f"{NEWCOMER}::test_adapters_are_trained_and_saved_as_peft_reads_them": [
+    f"{NEWCOMER}::test_own_data_and_an_own_reward_train_as_the_quickstart_says": [
         "python -m ballast fit"
     ],
     f"{NEWCOMER}::test_given_responses_and_pairs_train": [
@@ -41,13 +41,11 @@ RUN = {
         "python -m ballast timeline runs/NAME",
     ],
     f"{NEWCOMER}::test_tensorboard_has_the_runs": ["tensorboard --logdir runs"],
-    f"{NEWCOMER}::test_a_cluster_that_is_described_is_checked": [
-        "python -m controller.fit --config examples/launch/eight_gpus.yaml --dry-run "
-        "--cluster nodes=1,gpus=8,gpu_gib=80,cpus=64"
-    ],
     "tests/examples/test_launch.py::command_of": [
+        "python -m controller.fit --config examples/launch/eight_gpus.yaml --dry-run "
+        "--cluster nodes=1,gpus=8,gpu_gib=80,cpus=64",
         "python -m controller.fit --config examples/gsm8k/one_gpu.yaml --dry-run "
-        "--cluster nodes=1,gpus=1,gpu_gib=24,cpus=8"
+        "--cluster nodes=1,gpus=1,gpu_gib=24,cpus=8",
     ],
     f"{NEWCOMER}::test_the_same_command_is_a_ray_job": [
         "ray get-auth-token --generate",
@@ -55,7 +53,7 @@ RUN = {
         "ray start --head",
         "ray job submit --working-dir . -- python -m controller.fit --config mine.yaml run.dir=/shared/runs",
     ],
-    f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": [
+    "tests/end_to_end/test_doctor.py::doctor": [
         "python -m ballast doctor --config mine.yaml"
     ],
 }

@@ -1,7 +1,7 @@
 """The first hour with the repository, by the commands of README.md and docs/, and what somebody sees of each.
 
     clone, make setup, make test, make fit --> report, timeline, balance --> own data, reward, what is typed wrong
-    --> own environment, LoRA, evaluate, generate, given sequences --> doctor, a Ray job, make docs
+    --> own environment, evaluate, generate, given sequences --> a Ray job, make docs
 
 With BALLAST_INSTALL=1 `make setup` installs every package. Without the quickstart's model in
 examples/addition/cache of this repository, `make fit` makes it, which takes minutes.
@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from examples.addition import data
-from tests.controller.qwen import qwen_description
 from tests.documentation.blocks import blocks_of
 from tests.end_to_end.checkout import Checkout, Said
 from tests.end_to_end.processes import ROOT, ports
@@ -188,7 +187,7 @@ def test_own_data_and_an_own_reward_train_as_the_quickstart_says(
     )
     assert "    85+76=" in tried.lines
     assert len(tried.lines) < 70 and not (checkout.folder / "runs" / "mine").exists()
-    said = checkout.run(f"python -m controller.fit --config {quickstart} run.steps=10")
+    said = checkout.run(f"python -m ballast fit --config {quickstart} run.steps=10")
     shows_steps(said, "mine", 10)
     rewards = [row["reward/mean"] for row in rows(checkout, "mine")[1:]]
     assert sum(rewards[-3:]) > sum(rewards[:3])
@@ -294,25 +293,6 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
         assert sample["reward"] <= 1.0
 
 
-def test_adapters_are_trained_and_saved_as_peft_reads_them(
-    checkout: Checkout, quickstart: str
-) -> None:
-    command = f"python -m ballast fit --config {quickstart} model.lora.rank=4 run.name=lora run.steps=2 {SMALL}"
-    said = checkout.run(command)
-    assert said.lines[-1].startswith("runs/lora: model, adapters, report.html")
-    check = (
-        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM as Model\n"
-        f"base = Model.from_pretrained('{CACHE}/model')\n"
-        "merged = PeftModel.from_pretrained(base, 'runs/lora/adapters').merge_and_unload().state_dict()\n"
-        "saved = Model.from_pretrained('runs/lora/model').state_dict()\n"
-        "given = Model.from_pretrained(base.name_or_path).state_dict()\n"
-        "print(max((merged[n] - saved[n]).abs().max().item() for n in saved) < 1e-6)\n"
-        "print(any((saved[n] - given[n]).abs().max().item() > 1e-4 for n in saved))\n"
-    )
-    checkout.write("adapters.py", check)
-    assert checkout.run("python adapters.py").lines == ["True", "True"]
-
-
 def test_a_trained_model_is_evaluated_and_sampled_from(
     checkout: Checkout, mine: str
 ) -> None:
@@ -368,24 +348,6 @@ def test_given_responses_and_pairs_train(checkout: Checkout, addition: Said) -> 
         "policy.optimizer.warmup_steps=0"
     )
     assert said.lines[-1].startswith("runs/reward_model: model, report.html")
-
-
-def test_a_cluster_that_is_described_is_checked(checkout: Checkout) -> None:
-    """Of the model there is config.json alone, where the hub would put it; the data are elsewhere."""
-    model = "hub/models--Qwen--Qwen2.5-7B-Instruct"
-    checkout.write(f"{model}/snapshots/1/config.json", json.dumps(qwen_description("7B")))
-    checkout.write(f"{model}/refs/main", "1")
-    said = checkout.run(
-        "export HF_HUB_CACHE=$PWD/hub; python -m controller.fit --config examples/launch/eight_gpus.yaml "
-        "--dry-run --cluster nodes=1,gpus=8,gpu_gib=80,cpus=64"
-    )
-    assert said.lines_with("node 0: policy 0..7, reference 0..7, rollout 0..7")
-    assert said.lines_with("policy update: policy 10.6 + reference 3.5 + the pass ")
-
-
-def test_the_doctor_finds_this_machine_well(checkout: Checkout, mine: str) -> None:
-    said = checkout.run(f"python -m ballast doctor --config {mine}")
-    assert said.lines_with("ok") and not said.lines_with("FAIL")
 
 
 def test_the_same_command_is_a_ray_job(
