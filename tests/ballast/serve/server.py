@@ -35,9 +35,35 @@ class Server:
         )
         self.service.restore()
 
-    async def answer(self, name: str) -> Any:
-        found = await self.service.answer(name)
-        return found and (found.body if found.protobuf else json.loads(found.body))
+    async def submit(self, *calls: tuple[str, bytes]) -> dict[str, str]:
+        """Submit calls one after another, and return the future of the last."""
+        future: dict[str, str] = {}
+        for call in calls:
+            future = await self.service.submit(*call)
+        return future
+
+    async def answer(self, future: dict[str, str]) -> Any:
+        answer = await self.service.answer(future["request_id"])
+        return answer and (answer.body if answer.protobuf else json.loads(answer.body))
+
+    async def result(self, *calls: tuple[str, bytes]) -> Any:
+        """Submit calls one after another, and return the answer of the last."""
+        return await self.answer(await self.submit(*calls))
+
+    def sample(self, sampler: str, seq_id: int, **changes: Any) -> dict[str, Any]:
+        """Ask for samples, and return their future."""
+        prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
+        request = {
+            "sampling_session_id": sampler,
+            "seq_id": seq_id,
+            "prompt": prompt,
+            "sampling_params": {},
+        }
+        return self.service.samplers.sample(request | changes)
+
+    def base_sampler(self, session_id: str) -> str:
+        request = {"session_id": session_id, "base_model": "tiny"}
+        return self.service.create_sampler(request)
 
 
 def session(server: Server) -> str:
@@ -68,12 +94,14 @@ def step(model_id: str, seq_id: int, learning_rate: float = 0.1) -> tuple[str, b
     )
 
 
-def publish(model_id: str, seq_id: int) -> tuple[str, bytes]:
-    return "save_weights_for_sampler", body(model_id=model_id, seq_id=seq_id, path=None)
+def publish(model_id: str, seq_id: int, **changes: str) -> tuple[str, bytes]:
+    content = {"model_id": model_id, "seq_id": seq_id, "path": None} | changes
+    return "save_weights_for_sampler", body(**content)
 
 
-def save(model_id: str, seq_id: int) -> tuple[str, bytes]:
-    return "save_weights", body(model_id=model_id, seq_id=seq_id, path=f"at-{seq_id}")
+def save(model_id: str, seq_id: int, name: str = "") -> tuple[str, bytes]:
+    path = name or f"at-{seq_id}"
+    return "save_weights", body(model_id=model_id, seq_id=seq_id, path=path)
 
 
 def restore(model_id: str, seq_id: int, path: str) -> tuple[str, bytes]:
@@ -108,16 +136,6 @@ def listed(server: Server) -> list[str]:
     return [each["tinker_path"] for each in server.service.checkpoints.all()]
 
 
-def asked(sampler: str, seq_id: int, **more: Any) -> dict[str, Any]:
-    prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
-    return {
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-        "prompt": prompt,
-        "sampling_params": {},
-    } | more
-
-
 def with_settings(*overrides: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         def run(tmp_path: Path) -> None:
@@ -136,13 +154,9 @@ running = with_settings()
 
 
 async def drawn(server: Server, sampler: str, seq_id: int) -> bytes:
-    found = await server.answer(
-        server.service.samplers.sample(asked(sampler, seq_id, prompt_logprobs=True))[
-            "request_id"
-        ]
-    )
-    assert isinstance(found, bytes)
-    return found
+    samples = await server.answer(server.sample(sampler, seq_id, prompt_logprobs=True))
+    assert isinstance(samples, bytes)
+    return samples
 
 
 def raising(error: Exception) -> Callable[..., None]:

@@ -17,7 +17,6 @@ from tests.ballast.serve.messages import body
 from tests.ballast.serve.server import (
     SEVERAL,
     Server,
-    asked,
     delete,
     drawn,
     is_deleted,
@@ -41,7 +40,7 @@ from workers.model.checkpoint.checkpoint_folder import remove
 async def test_a_deleted_state_is_gone_and_its_name_taken(server: Server) -> None:
     name = await model(server, session(server))
     for number in (1, 2):
-        await server.service.submit(*save(name, number))
+        await server.submit(save(name, number))
     first, second = (f"tinker://{name}/weights/at-{number}" for number in (1, 2))
     for _ in range(2):  # also sent again
         await delete(server, first)
@@ -49,11 +48,9 @@ async def test_a_deleted_state_is_gone_and_its_name_taken(server: Server) -> Non
     server.start()  # makes the save again
     assert listed(server) == [second] and not list(server.run.folder.glob("states/*.at-1"))
     with refused(first, RefusedError):
-        await server.service.submit(*restore(name, 3, first))
+        await server.submit(restore(name, 3, first))
     with refused(first, RefusedError):
-        await server.service.submit(
-            "save_weights", body(model_id=name, seq_id=4, path="at-1")
-        )
+        await server.submit(save(name, 4, "at-1"))
     for wrong in (
         f"{first}x",
         f"tinker://{name}/weights/../initial",
@@ -70,7 +67,7 @@ def test_a_kill_within_a_deletion_leaves_a_deleted_state(
 ) -> None:
     async def kill(server: Server) -> None:
         name = await model(server, session(server))
-        await server.service.submit(*save(name, 1))
+        await server.submit(save(name, 1))
 
         def killed(path: Path) -> None:
             if removed:
@@ -93,18 +90,17 @@ async def test_a_state_that_a_restart_would_load_again_is_not_deleted(
     server: Server,
 ) -> None:
     name, other = await model(server, of := session(server)), session(server)
-    for call in (step(name, 1), step(name, 2), save(name, 3)):
-        await server.service.submit(*call)
+    await server.submit(step(name, 1), step(name, 2), save(name, 3))
     path = f"tinker://{name}/weights/at-3"
     server.service.end_session(of)
     create = {"session_id": other, "model_seq_id": 0, "path": path}
-    newer = (await server.service.submit("load_weights", body(**create)))["model_id"]
+    newer = (await server.submit(("load_weights", body(**create))))["model_id"]
     for number in (1, 2):  # checkpoints of two steps are kept
         for _ in range(2):  # also after a restart
             with refused(path, RefusedError):
                 await delete(server, path)
             server.start()
-        await server.service.submit(*step(newer, number))
+        await server.submit(step(newer, number))
     await delete(server, path)
     server.start()
     assert listed(server) == [] and server.run.steps == 4
@@ -113,10 +109,7 @@ async def test_a_state_that_a_restart_would_load_again_is_not_deleted(
 @running
 async def test_a_deleted_sampler_path_is_forgotten(server: Server) -> None:
     name, of = await model(server, first := session(server)), first
-    saved = "save_weights_for_sampler", body(model_id=name, seq_id=1, path="one")
-    path = (await server.answer((await server.service.submit(*saved))["request_id"]))[
-        "path"
-    ]
+    path = (await server.result(publish(name, 1, path="one")))["path"]
     assert listed(server) == [path] and server.service.create_sampler(
         {"session_id": of, "model_path": path}
     )
@@ -127,9 +120,7 @@ async def test_a_deleted_sampler_path_is_forgotten(server: Server) -> None:
             server.service.create_sampler({"session_id": of, "model_path": path})
         server.start()
     with refused(path, RefusedError):
-        await server.service.submit(
-            "save_weights_for_sampler", body(model_id=name, seq_id=2, path="one")
-        )
+        await server.submit(publish(name, 2, path="one"))
 
 
 @with_settings("run.checkpoint_every=2")
@@ -137,18 +128,9 @@ async def test_a_restarted_server_publishes_again_what_was_published_after_the_c
     server: Server,
 ) -> None:
     name = await model(server, session(server))
-    for call in (
-        learn(name, 1),
-        step(name, 2),
-        learn(name, 3),
-        step(name, 4),
-        learn(name, 5),
-        step(name, 6),
-    ):
-        await server.service.submit(*call)
-    answer = await server.answer(
-        (await server.service.submit(*publish(name, 7)))["request_id"]
-    )
+    for number in (1, 3, 5):
+        await server.submit(learn(name, number), step(name, number + 1))
+    answer = await server.result(publish(name, 7))
     known = server.run.weight
     assert server.run.newest() == known
     server.start()
@@ -164,23 +146,17 @@ def test_a_sampler_of_the_newest_weights_ends_with_its_model(
     async def follow(server: Server) -> None:
         of, other = session(server), session(server)
         name = await model(server, of)
-        inflight = (
-            "save_weights_for_sampler",
-            body(model_id=name, seq_id=1, path=None, kind="inflight"),
-        )
-        sampler = (
-            await server.answer((await server.service.submit(*inflight))["request_id"])
-        )["sampling_session_id"]
+        inflight = publish(name, 1, kind="inflight")
+        sampler = (await server.result(inflight))["sampling_session_id"]
         await drawn(server, sampler, 0)
-        for call in (learn(name, 2), step(name, 3), publish(name, 4)):
-            await server.service.submit(*call)
+        await server.submit(learn(name, 2), step(name, 3), publish(name, 4))
         assert await drawn(server, sampler, 1)
         server.service.end_session(of)
         for number in range(2):  # the second takes the policy also if there are two
             await model(server, other, number)
         for _ in range(2):  # also after a restart
             with refused("sampling_session_id", RefusedError):
-                server.service.samplers.sample(asked(sampler, 2))
+                server.sample(sampler, 2)
             server.start()
 
     with_settings(*overrides)(follow)(tmp_path)
@@ -212,7 +188,7 @@ def _sent(calls: list[str], turns: str, names: dict[str, str]) -> list[tuple[str
 async def _submitted(server: Server, call: tuple[str, bytes]) -> dict[str, str]:
     """Return the future of a call, nothing of a wrong one."""
     try:
-        return await server.service.submit(*call)
+        return await server.submit(call)
     except RefusedError:
         assert b"-1.0" in call[1]
         return {}
@@ -260,9 +236,7 @@ async def _play(
         waiting += [(place, future)] if future else []
         # A client sends a step before it asks for gradients.
         if call[0] != "forward_backward" or call is sent[-1]:
-            answers |= {
-                each: await server.answer(future["request_id"]) for each, future in waiting
-            }
+            answers |= {each: await server.answer(future) for each, future in waiting}
             waiting.clear()
     assert not server.stopped and not any(
         "error" in each for each in answers.values() if isinstance(each, dict)

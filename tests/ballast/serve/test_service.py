@@ -13,12 +13,12 @@ from tests.ballast.serve.messages import adam, body, datum, passes
 from tests.ballast.serve.server import (
     SEVERAL,
     Server,
-    asked,
     drawn,
     learn,
     model,
     publish,
     raising,
+    restore,
     running,
     save,
     session,
@@ -33,12 +33,12 @@ from workers.errors import LostError
 async def test_calls_wait_for_their_predecessors(server: Server) -> None:
     name = await model(server, session(server))
     late = [
-        asyncio.ensure_future(server.service.submit(*call))
+        asyncio.ensure_future(server.submit(call))
         for call in (step(name, 3), learn(name, 2))
     ]
     await asyncio.sleep(0.01)
     assert server.run.made == ["save"] and not any(task.done() for task in late)
-    await server.service.submit(*learn(name, 1, 2.0))
+    await server.submit(learn(name, 1, 2.0))
     await asyncio.gather(*late)
     assert server.run.made[1:] == ["forward_backward", "forward_backward", "step"]
     assert server.run.weight == pytest.approx(-0.3)
@@ -48,10 +48,10 @@ async def test_calls_wait_for_their_predecessors(server: Server) -> None:
 async def test_a_call_that_is_sent_again_is_made_once(server: Server) -> None:
     name = await model(server, session(server))
     calls = [learn(name, 1), step(name, 2), step(name, 2), learn(name, 1)]
-    futures = await asyncio.gather(*(server.service.submit(*call) for call in calls))
+    futures = await asyncio.gather(*(server.submit(call) for call in calls))
     assert futures[0] == futures[3] and futures[1] == futures[2]
     assert server.run.made == ["save", "forward_backward", "step"]
-    assert [await server.answer(futures[1]["request_id"]) for _ in range(2)] == [
+    assert [await server.answer(futures[1]) for _ in range(2)] == [
         {"metrics": {"grad_norm": 1.0}}
     ] * 2
 
@@ -62,8 +62,8 @@ async def test_a_refused_call_has_had_its_turn(server: Server) -> None:
     wrong = "forward_backward", passes([], model_id=name, seq_id=1).SerializeToString()
     for _ in range(2):
         with pytest.raises(RefusedError):
-            await server.service.submit(*wrong)
-    await server.service.submit(*step(name, 2))
+            await server.submit(wrong)
+    await server.submit(step(name, 2))
     assert server.run.steps == 1
 
 
@@ -79,15 +79,15 @@ async def test_a_call_without_a_number_or_a_model_is_refused(server: Server) -> 
         ("optim_step", with_session),
     ):
         with pytest.raises(RefusedError):
-            await server.service.submit(*call)
+            await server.submit(call)
     assert server.run.made == ["save"]
 
 
 async def _without_predecessor(server: Server) -> None:
     name = await model(server, session(server))
     with refused("seq_id=5", RefusedError):
-        await server.service.submit(*step(name, 5))
-    await server.service.submit(*step(name, 6))
+        await server.submit(step(name, 5))
+    await server.submit(step(name, 6))
     assert server.run.steps == 1
 
 
@@ -106,8 +106,7 @@ async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_serve
     server.run.forward_backward = lambda rows, loss, adapter: server.run._later(
         "fb", raising(ValueError("too long"))
     )
-    future = await server.service.submit(*learn(name, 1))
-    assert await server.answer(future["request_id"]) == {
+    assert await server.result(learn(name, 1)) == {
         "error": "too long",
         "category": "user",
     }
@@ -115,7 +114,7 @@ async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_serve
     server.run.forward_backward = lambda rows, loss, adapter: server.run._later(
         "fb", raising(LostError("a rank"))
     )
-    await server.service.submit(*learn(name, 2))
+    await server.submit(learn(name, 2))
     assert [str(error) for error in server.stopped] == ["a rank"]
     server.start()
     assert server.run.made[-1] == "forward_backward"
@@ -124,79 +123,54 @@ async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_serve
 @running
 async def test_samplers_serve_the_newest_weights_alone(server: Server) -> None:
     of = session(server)
-    name, base = (
-        await model(server, of),
-        server.service.create_sampler({"session_id": of, "base_model": "tiny"}),
-    )
-    first = server.service.samplers.sample(
-        asked(base, 0, num_samples=3, prompt_logprobs=True)
-    )
-    assert server.service.samplers.sample(asked(base, 0, num_samples=3)) == first
+    name = await model(server, of)
+    base = server.base_sampler(of)
+    first = server.sample(base, 0, num_samples=3, prompt_logprobs=True)
+    assert server.sample(base, 0, num_samples=3) == first
     assert len(set(first["sample_sequence_ids"])) == 3
-    assert await server.answer(first["request_id"])
+    assert await server.answer(first)
     with refused("request_id", RefusedError):
-        await server.answer(first["request_id"])
+        await server.answer(first)
     calls = [publish(name, 1), step(name, 2), publish(name, 3), publish(name, 4)]
-    answers = [
-        await server.answer((await server.service.submit(*call))["request_id"])
-        for call in calls
-    ]
+    answers = [await server.result(call) for call in calls]
     assert server.run.made.count("publish") == 1
     unchanged, _, newest, again = (answer.get("sampling_session_id") for answer in answers)
     for sampler in (base, unchanged):
         with refused("sampling_session_id", RefusedError):
-            server.service.samplers.sample(asked(sampler, 1))
+            server.sample(sampler, 1)
     for sampler in (newest, again):
-        assert await server.answer(
-            server.service.samplers.sample(asked(sampler, 1))["request_id"]
-        )
-    await server.service.submit(*step(name, 5))
+        assert await server.answer(server.sample(sampler, 1))
+    await server.submit(step(name, 5))
     with refused("prompt_logprobs", RefusedError):
-        server.service.samplers.sample(asked(newest, 2, prompt_logprobs=True))
-    for wrong in (
-        {"topk_prompt_logprobs": 3},
-        {"num_samples": 0},
-        {"sampling_params": {"max_tokens": 30}},
+        server.sample(newest, 2, prompt_logprobs=True)
+    for named, wrong in (
+        ("topk_prompt_logprobs", {"topk_prompt_logprobs": 3}),
+        ("num_samples", {"num_samples": 0}),
+        ("max_tokens", {"sampling_params": {"max_tokens": 30}}),
     ):
-        with refused(
-            next(iter(wrong)) if "params" not in str(wrong) else "max_tokens", RefusedError
-        ):
-            server.service.samplers.sample(asked(newest, 9, **wrong))
+        with refused(named, RefusedError):
+            server.sample(newest, 9, **wrong)
 
 
 @running
 async def test_states_come_back_and_other_paths_are_refused(server: Server) -> None:
     name = await model(server, session(server))
-    await server.service.submit(*step(name, 1))
-    await server.service.submit(*learn(name, 2))
-    await server.service.submit(*step(name, 3))
+    await server.submit(step(name, 1), learn(name, 2), step(name, 3))
     known = server.run.weight
-    path = (
-        await server.answer((await server.service.submit(*save(name, 4)))["request_id"])
-    )["path"]
+    path = (await server.result(save(name, 4)))["path"]
     assert path == f"tinker://{name}/weights/at-4"
-    await server.service.submit(*learn(name, 5))
-    await server.service.submit(*step(name, 6))
+    await server.submit(learn(name, 5), step(name, 6))
     assert server.run.weight != known
-    await server.service.submit(
-        "load_weights", body(model_id=name, seq_id=7, path=path, optimizer=True)
-    )
+    await server.submit(restore(name, 7, path))
     assert server.run.weight == known
-    again = "save_weights", body(model_id=name, seq_id=8, path="at-4")
-    with refused("path=", RefusedError):
-        await server.service.submit(*again)
-    for number, wrong in enumerate(("../x", "a/b", "", ".hidden", "x" * 200)):
-        with pytest.raises(RefusedError):
-            await server.service.submit(
-                "save_weights", body(model_id=name, seq_id=9 + number, path=wrong)
-            )
+    for number, (wrong, named) in enumerate((("at-4", "path="), ("../x", "name=")), 8):
+        with refused(named, RefusedError):
+            await server.submit(save(name, number, wrong))
     for number, wrong in enumerate(
-        ("tinker://../weights/x", "/etc/passwd", f"tinker://{name}/weights/../initial")
+        ("tinker://../weights/x", "/etc/passwd", f"tinker://{name}/weights/../initial"), 10
     ):
         with refused("path=", RefusedError):
-            await server.service.submit(
-                "load_weights", body(model_id=name, seq_id=14 + number, path=wrong)
-            )
+            await server.submit(restore(name, number, wrong))
 
 
 @running
@@ -205,18 +179,17 @@ async def test_a_new_model_starts_from_the_base_and_replaces_the_last(
 ) -> None:
     of, other = session(server), session(server)
     name = await model(server, of)
-    await server.service.submit(*learn(name, 1))
-    await server.service.submit(*step(name, 2))
+    await server.submit(learn(name, 1), step(name, 2))
     with refused("create_model", RefusedError):
         await model(server, other)
     server.service.end_session(of)
     newer = await model(server, other)
     assert server.run.weight == server.run.newest() == 0.0
     with refused("model_id", RefusedError):
-        await server.service.submit(*step(name, 3))
-    await server.service.submit(*learn(newer, 1))
+        await server.submit(step(name, 3))
+    await server.submit(learn(newer, 1))
     newest = await model(server, other, 1)
-    await server.service.submit(*step(newest, 1))
+    await server.submit(step(newest, 1))
     assert server.run.weight == 0.0  # the gradient was the last model's
     for wrong in ({"base_model": "another"}, {"session_id": "unknown"}):
         with refused(next(iter(wrong)), RefusedError):
@@ -244,13 +217,14 @@ async def test_models_have_a_policy_each_and_their_samplers_by_name(server: Serv
     for refused_to in (third, of):
         with refused("create_model", RefusedError):
             await model(server, refused_to, 1)
-    base = server.service.create_sampler({"session_id": of, "base_model": "tiny"})
+    base = server.base_sampler(of)
     at_first = await drawn(server, base, 0)
     samplers = []
     for name, weight in ((first, 1.0), (second, 2.0)):
-        for call in (learn(name, 1, weight), step(name, 2), publish(name, 3)):
-            last = await server.answer((await server.service.submit(*call))["request_id"])
-        samplers.append(last["sampling_session_id"])
+        published = await server.result(
+            learn(name, 1, weight), step(name, 2), publish(name, 3)
+        )
+        samplers.append(published["sampling_session_id"])
     assert server.run.weights | {"": 0.0} == {"": 0.0, "policy-1": -0.1, "policy-2": -0.2}
     assert len({await drawn(server, each, 1) for each in (*samplers, base)}) == 3
     assert await drawn(server, base, 2) == at_first
@@ -258,10 +232,9 @@ async def test_models_have_a_policy_each_and_their_samplers_by_name(server: Serv
     server.service.end_session(of)
     newer = await model(server, third)
     assert server.run.weights["policy-1"] == 0.0 and server.run.weights["policy-2"] == -0.2
-    for call in (step(first, 4),):
-        with refused("model_id", RefusedError):
-            await server.service.submit(*call)
-    await server.service.submit(*step(newer, 1))
+    with refused("model_id", RefusedError):
+        await server.submit(step(first, 4))
+    await server.submit(step(newer, 1))
 
 
 @with_several
@@ -272,27 +245,22 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
     name, _ = await model(server, of), await model(server, beside)
 
     async def learned(number: int, name: str = name) -> str:
-        for call in (
-            learn(name, number),
-            step(name, number + 1),
-            publish(name, number + 2),
-        ):
-            last = await server.answer((await server.service.submit(*call))["request_id"])
-        return str(last["sampling_session_id"])
+        published = await server.result(
+            learn(name, number), step(name, number + 1), publish(name, number + 2)
+        )
+        return str(published["sampling_session_id"])
 
     async def answer(sampler: str, number: int) -> Any:
-        return await server.answer(
-            server.service.samplers.sample(asked(sampler, number))["request_id"]
-        )
+        return await server.answer(server.sample(sampler, number))
 
     first, second = await learned(1), await learned(4)
     known = await answer(first, 0)
     assert known != await answer(second, 0)
     with refused("prompt_logprobs", RefusedError):
-        server.service.samplers.sample(asked(first, 1, prompt_logprobs=True))
+        server.sample(first, 1, prompt_logprobs=True)
     third = await learned(7)
     with refused("sampling_session_id", RefusedError):
-        server.service.samplers.sample(asked(first, 2))
+        server.sample(first, 2)
     assert await answer(second, 2) != await answer(third, 2)
     server.service.end_session(of)
     # Which takes the same policy, and publishes the base model's weights.
@@ -301,26 +269,19 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
     assert known and newer != name
     await learned(1, newer)
     with refused("sampling_session_id", RefusedError):
-        server.service.samplers.sample(asked(third, 4))
+        server.sample(third, 4)
     server.start()
     with refused("sampling_session_id", RefusedError):
-        server.service.samplers.sample(asked(second, 5))
+        server.sample(second, 5)
 
 
 @with_several
 async def test_a_state_of_one_model_is_loaded_into_another_alone(server: Server) -> None:
     names = [await model(server, session(server)) for _ in range(2)]
     for name, weight in zip(names, (1.0, 2.0), strict=True):
-        await server.service.submit(*learn(name, 1, weight))
-        await server.service.submit(*step(name, 2))
-    path = (
-        await server.answer((await server.service.submit(*save(names[0], 3)))["request_id"])
-    )["path"]
-    await server.service.submit(*learn(names[0], 4))
-    await server.service.submit(
-        "load_weights", body(model_id=names[1], seq_id=3, path=path, optimizer=True)
-    )
-    await server.service.submit(*step(names[0], 5))
+        await server.submit(learn(name, 1, weight), step(name, 2))
+    path = (await server.result(save(names[0], 3)))["path"]
+    await server.submit(learn(names[0], 4), restore(names[1], 3, path), step(names[0], 5))
     assert (
         server.run.weights["policy-1"] == pytest.approx(-0.25)
         and server.run.weights["policy-2"] == -0.1
@@ -341,14 +302,13 @@ async def test_calls_before_the_oldest_checkpoint_are_forgotten(server: Server) 
     server.run.config.run.checkpoint_every, folder = 2, server.run.folder / "serve"
     name = await model(server, session(server))
     for number in range(1, 41, 2):
-        await server.service.submit(*learn(name, number))
-        await server.service.submit(*step(name, number + 1))
+        await server.submit(learn(name, number), step(name, number + 1))
     assert server.run.steps == 20
     assert {path.parent.name for path in folder.glob("*/0*")} == {"calls", "answers"}
     assert len(list((folder / "calls").iterdir())) <= 2 * (2 * 2 + 1) + 1
     server.start()
     with refused("seq_id=2", RefusedError):
-        await server.service.submit(*step(name, 2))
-    await server.service.submit(*step(name, 41))
+        await server.submit(step(name, 2))
+    await server.submit(step(name, 41))
     assert (server.run.steps, server.run.weight) == (21, pytest.approx(server.run.weight))
     assert np.isfinite(server.run.weight)
