@@ -11,6 +11,7 @@ from balancing import BalancingError, CostModel
 from balancing.basics.windows import Window
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CostModelError, LengthError, OptionError
+from tests.balancing.published_models import DEEPSEEK_V3, MIXTRAL, QWEN3_30B_A3B
 
 DENSE = {
     "hidden_size": 8,
@@ -79,54 +80,9 @@ def test_latent_attention_counts_its_own_widths():
     assert model == CostModel(2.0 * (2 * (attention + 3 * 128) + 80), 2.0 * (12 + 20))
 
 
-DEEPSEEK_V3 = {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "vocab_size": 129280,
-}
-QWEN3_30B = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-}
-MIXTRAL = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-}
-
-
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(DEEPSEEK_V3, 37.0), (QWEN3_30B, 3.3), (MIXTRAL, 12.9), (SEVEN_BILLION, 7.6)],
+    [(DEEPSEEK_V3, 37.0), (QWEN3_30B_A3B, 3.3), (MIXTRAL, 12.9), (SEVEN_BILLION, 7.6)],
     ids=["DeepSeek-V3", "Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen2-7B"],
 )
 def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billions):
@@ -148,7 +104,7 @@ def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billio
 def test_layers_that_a_config_leaves_dense_are_counted_dense(change, sparse_layers):
     all_sparse, some = (
         CostModel.from_model_config(c, training=False)
-        for c in (QWEN3_30B, {**QWEN3_30B, **change})
+        for c in (QWEN3_30B_A3B, {**QWEN3_30B_A3B, **change})
     )
     dense_instead = 3 * 2048 * 6144 - (3 * 2048 * 768 * 8 + 2048 * 128)
     assert some.linear - all_sparse.linear == 2.0 * (48 - sparse_layers) * dense_instead

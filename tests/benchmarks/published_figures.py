@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from balancing.cost_model import SEVEN_BILLION
 from balancing.time_model import (
     Efficiency,
     Layout,
@@ -25,41 +26,23 @@ from balancing.time_model import (
     machine_named,
     step_time,
 )
+from tests.balancing.published_models import DEEPSEEK_V3, QWEN3_30B_A3B
 
 NEMO = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 VERL = "https://github.com/volcengine/verl/blob/main/docs/advance/fully_async.md"
 PRIME = "https://openreview.net/forum?id=yk3ICpEbv8"
-QWEN = {
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-}
-EXPERTS = {
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {
-        **EXPERTS, (
-            "num_hidden_layers"
-        ): 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen3-235B-A22B": QWEN3_30B_A3B
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "moe_intermediate_size": 1536,
     },
-    "Qwen3-235B-A22B": {**EXPERTS, **QWEN, "moe_intermediate_size": 1536},
-    "DeepSeek-V3": {
-        "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512,
-        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "intermediate_size": 18432, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "vocab_size": 129280,
-    },
-    "Qwen2.5-Math-7B": {
-        "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "intermediate_size": 18944, "vocab_size": 152064,
-    },
-}  # fmt: skip
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Qwen2.5-Math-7B": SEVEN_BILLION,
+}
 H20 = machine_named("custom", tflops=148.0, bandwidth=4000.0, gib=96.0)
 
 

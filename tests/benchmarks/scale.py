@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing import CostModel, Plan, plan_batch, plan_statistics
+from balancing import Plan, plan_batch, plan_statistics
 from balancing.pipelines.pipeline import Pipeline
 from controller.algorithm.advantages import grpo
 from controller.engines.router import Router
@@ -24,6 +24,7 @@ from controller.lifecycle.session import rare_collections
 from controller.planning.planner import prefix_columns
 from controller.rollout.samples import assemble
 from tests.benchmarks.balancing.__main__ import machine
+from tests.benchmarks.balancing.plans import COST_MODEL
 from workers.batch.dispatch import (
     DispatchMode,
     Join,
@@ -35,17 +36,6 @@ from workers.batch.score import Score
 from workers.engine.prefix_hashes import hashed_places
 from workers.engine.requests import SampleRequest, SampleResult
 
-COSTS = CostModel.from_model_config(
-    {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    }
-)
 CAP, LONGEST = 32_768, 16_384
 SAMPLES, SIZE, RANKS, ENGINES, PROMPT = 65_536, 16, 512, 64, 512
 PAGE = """# Scale benchmark
@@ -86,7 +76,7 @@ def cases() -> Iterator[tuple[str, str, int, int, Callable[[], Plan]]]:
         name: str, kind: str, count: int, ranks: int, **options: object
     ) -> tuple[str, str, int, int, Callable]:
         lengths = lengths_of(kind, count) + (PROMPT if "prefix_groups" in options else 0)
-        settings = {"ranks": ranks, "max_tokens": CAP, "cost_model": COSTS} | options
+        settings = {"ranks": ranks, "max_tokens": CAP, "cost_model": COST_MODEL} | options
         return name, kind, count, ranks, lambda: plan_batch(lengths, **settings)  # type: ignore[arg-type]
 
     shared = {
@@ -192,7 +182,7 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
         batch["length"],
         ranks=RANKS,
         max_tokens=2 * CAP,
-        cost_model=COSTS,
+        cost_model=COST_MODEL,
         groups=groups,
         **prefixes,
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balancing.cost_model import SEVEN_BILLION
 from balancing.time_model import Efficiency, Layout, ModelShape, Workload, machine_named
 from balancing.time_model.memory import Needs, engine_holds, training_gib
 from balancing.time_model.search import (
@@ -17,40 +18,28 @@ from balancing.time_model.search import (
 )
 from balancing.time_model.training import held_parameters
 from tests.balancing.published_models import QWEN3_5_9B
+from tests.controller.qwen import qwen_description
 
-SEVEN = {
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-}
-SEVEN |= {"num_key_value_heads": 4, "vocab_size": 152_064}
-THIRTY_TWO = {
-    "hidden_size": 5120,
-    "intermediate_size": 27_648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-}
-THIRTY_TWO |= {"num_key_value_heads": 8, "vocab_size": 152_064}
+THIRTY_TWO_BILLION = qwen_description("32B")
 SHARES = {"colocated": 40.0, "apart": 72.0}
 
 MEASURED = [
-    (SEVEN, {"dp": 8}, 0.0, 119.0),
-    (SEVEN, {"dp": 8}, 0.8, 29.6),
-    (SEVEN, {"dp": 8}, 1.0, 26.8),
-    (SEVEN, {"dp": 4, "tp": 2}, 0.3, 45.9),
-    (SEVEN, {"dp": 4, "cp": 2}, 0.8, 29.8),
-    (SEVEN, {"dp": 4, "pp": 2}, 0.8, 29.4),
-    (SEVEN, {"dp": 8, "replicate": 2}, 1.0, 40.9),
-    (SEVEN, {"dp": 8, "max_tokens": 8192}, 1.0, 24.0),
-    (THIRTY_TWO, {"dp": 64}, 0.0, 338.8),
-    (THIRTY_TWO, {"dp": 64}, 0.8, 42.4),
-    (THIRTY_TWO, {"dp": 64}, 1.0, 32.6),
-    (THIRTY_TWO, {"dp": 32, "tp": 2}, 0.3, 104.4),
-    (THIRTY_TWO, {"dp": 32, "cp": 2}, 0.8, 42.6),
-    (THIRTY_TWO, {"dp": 32, "pp": 2}, 0.8, 41.0),
-    (THIRTY_TWO, {"dp": 64, "replicate": 2}, 1.0, 40.2),
-    (THIRTY_TWO, {"dp": 64, "max_tokens": 8192}, 1.0, 24.2),
+    (SEVEN_BILLION, {"dp": 8}, 0.0, 119.0),
+    (SEVEN_BILLION, {"dp": 8}, 0.8, 29.6),
+    (SEVEN_BILLION, {"dp": 8}, 1.0, 26.8),
+    (SEVEN_BILLION, {"dp": 4, "tp": 2}, 0.3, 45.9),
+    (SEVEN_BILLION, {"dp": 4, "cp": 2}, 0.8, 29.8),
+    (SEVEN_BILLION, {"dp": 4, "pp": 2}, 0.8, 29.4),
+    (SEVEN_BILLION, {"dp": 8, "replicate": 2}, 1.0, 40.9),
+    (SEVEN_BILLION, {"dp": 8, "max_tokens": 8192}, 1.0, 24.0),
+    (THIRTY_TWO_BILLION, {"dp": 64}, 0.0, 338.8),
+    (THIRTY_TWO_BILLION, {"dp": 64}, 0.8, 42.4),
+    (THIRTY_TWO_BILLION, {"dp": 64}, 1.0, 32.6),
+    (THIRTY_TWO_BILLION, {"dp": 32, "tp": 2}, 0.3, 104.4),
+    (THIRTY_TWO_BILLION, {"dp": 32, "cp": 2}, 0.8, 42.6),
+    (THIRTY_TWO_BILLION, {"dp": 32, "pp": 2}, 0.8, 41.0),
+    (THIRTY_TWO_BILLION, {"dp": 64, "replicate": 2}, 1.0, 40.2),
+    (THIRTY_TWO_BILLION, {"dp": 64, "max_tokens": 8192}, 1.0, 24.2),
 ]
 """Model, layout, recomputed share, and GiB of an update by controller.preflight.memory.measure,
 torch 2.13.

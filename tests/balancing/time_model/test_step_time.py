@@ -25,8 +25,8 @@ from balancing.time_model.training import (
     shares,
     training,
 )
-from tests.balancing.published_models import PUBLISHED
-from tests.balancing.time_model.shapes import QWEN3_30B_A3B, SHAPE
+from tests.balancing.published_models import PUBLISHED, QWEN3_30B_A3B
+from tests.balancing.time_model.shapes import SHAPE
 
 H100 = MACHINES["H100"]
 ON_CPUS = {"placement": "shared_memory"}
