@@ -5,15 +5,31 @@ on its heaviest rank, or of a pipeline. The cost model has whole numbers, whose 
 a new number, in the commit that makes it better.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from balancing import CostModel, plan_batch
 from balancing.analysis.distributions import draw
 
 COST_MODEL = CostModel(1000.0, 1.0, image_linear=500.0, image_quadratic=2.0, patches=4.0)
 LENGTHS = ("lognormal", "reasoning", "agentic", "uniform", "grouped")
+
+
+def recorded_times(
+    options: dict[str, dict[str, Any]], recorded: dict[str, tuple[int, ...]]
+) -> Callable[..., None]:
+    """Return a test of plans with each of the options. recorded: times of `LENGTHS`, in turn."""
+
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    @pytest.mark.parametrize("name", options)
+    def test(name: str, lengths: str) -> None:
+        time = plan_time(lengths, **options[name])
+        assert time == recorded[name][LENGTHS.index(lengths)]
+
+    return test
 
 
 def plan_time(

@@ -224,7 +224,7 @@ def test_records_explanations_and_the_command_know_degrees(tmp_path, capsys):
     )
     assert replan(plan, {"context_degrees": ContextDegrees(4)}).settings.most_shared == 4
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    said = [
+    options = [
         "--ranks",
         "4",
         "--max-tokens",
@@ -234,7 +234,7 @@ def test_records_explanations_and_the_command_know_degrees(tmp_path, capsys):
         "--mini-batches",
         "1",
     ]
-    assert main([str(tmp_path / "lengths.json"), *said]) == 0
+    assert main([str(tmp_path / "lengths.json"), *options]) == 0
     shown = capsys.readouterr().out
     assert "degree 2" in shown  # the only fixed degree with room
     assert "degree 1" not in shown

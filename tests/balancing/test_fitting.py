@@ -74,12 +74,6 @@ def test_the_best_non_negative_fit_is_found():
         assert error(np.maximum(found + step * scale, 0.0)) >= fit.relative_error - 1e-12
 
 
-def test_a_fitted_model_plans_like_the_one_it_was_measured_on():
-    fit = CostModel.fit(*measured())
-    lengths = [100, 3000, 32768]
-    assert fit.model.workload(lengths) == pytest.approx(TRUE.workload(lengths))
-
-
 @pytest.mark.parametrize(
     ("micro_batches", "seconds", "error", "words"),
     [

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from balancing import CostModel, Pipeline, explain, plan_batch
@@ -24,6 +23,12 @@ SMALL = [
     "--mini-batches",
     "2",
 ]
+
+
+def write_step(folder: Path, lengths: list[int], **facts: object) -> None:
+    """Record the first step of a run in its folder."""
+    record = {"step": 1, "lengths": lengths} | facts
+    (folder / "lengths.jsonl").write_text(json.dumps(record) + "\n")
 
 
 def words(text: str) -> str:
@@ -85,15 +90,7 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         "intermediate_size": 16,
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
-    arguments = [
-        str(tmp_path / "a.jsonl"),
-        "--column",
-        "n",
-        "--model",
-        str(tmp_path),
-        "--max-tokens",
-        "200",
-    ]
+    arguments = f"{tmp_path}/a.jsonl --column n --model {tmp_path} --max-tokens 200".split()
     assert main(arguments) == 0
     printed = words(capsys.readouterr().out)
     assert (
@@ -135,39 +132,41 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--png", "/no/such/folder/a.png"], "/no/such/folder/a.png"),
         ([*SMALL, "--seed", "-3"], "--seed: -3"),
         ([*SMALL, "--model", ""], "an argument is empty"),
+        ([*SMALL, "--count", "1" + "0" * 30], "--count"),
+        ([*SMALL, "--model", "/dev/zero"], "/dev/zero"),
+        ([*SMALL, "--pipeline", "2", "--context-parallel", "2"], "--context-parallel"),
+        (["x" * 300], "xxx"),
+        (["a\n\x1b[31m"], r"a\n\x1b[31m"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, named, capsys):
+def test_bad_input_is_one_printable_line_and_exit_code_2(arguments, named, capsys):
     try:
         code = main(arguments)
     except SystemExit as ended:
         code = ended.code
-    lines = capsys.readouterr().err.splitlines()
+    line = capsys.readouterr().err.removesuffix("\n")
     assert code == 2
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert named in lines[0]
+    assert line.startswith("error: ")
+    assert named in line
+    assert line.isprintable()
+    assert "Errno" not in line
 
 
 @pytest.mark.parametrize("of_a_run", [False, True])
 def test_prompts_that_groups_share_are_planned_once(tmp_path, capsys, of_a_run):
     """From two columns of a file, or from the record of a run."""
-    found = [
-        {"length": 300 + 7 * i, "uid": f"prompt {i // 8}", "prompt": 200} for i in range(64)
-    ]
-    file = tmp_path / "lengths.jsonl"
+    lengths = [300 + 7 * i for i in range(64)]
+    groups = [i // 8 for i in range(64)]
     if of_a_run:
-        record = {
-            "step": 1,
-            "lengths": [row["length"] for row in found],
-            "prefix_lengths": [200] * 64,
-        }
-        file.write_text(
-            json.dumps(record | {"prefix_groups": [i // 8 for i in range(64)]}) + "\n"
-        )
+        write_step(tmp_path, lengths, prefix_lengths=[200] * 64, prefix_groups=groups)
         arguments = [str(tmp_path)]
     else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in found))
+        file = tmp_path / "lengths.csv"
+        rows_of_file = [
+            f"{size},prompt {group},200"
+            for size, group in zip(lengths, groups, strict=True)
+        ]
+        file.write_text("\n".join(["length,uid,prompt", *rows_of_file]))
         arguments = [str(file), "--group-column", "uid", "--prefix-column", "prompt"]
     assert main([*arguments, "--ranks", "2", "--mini-batches", "1"]) == 0
     over_ideal = {name: row[0] for name, row in rows(capsys.readouterr().out).items()}
@@ -186,8 +185,7 @@ def test_a_run_is_explained_by_the_arguments_that_it_planned_with(tmp_path, caps
         max_sequences=4,
         cost_model=CostModel(3, 0.5),
     )
-    record = {"step": 1, "lengths": lengths} | plan_record(plan)
-    (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
+    write_step(tmp_path, lengths, **plan_record(plan))
     arguments = recorded_arguments(run_step(tmp_path))
     assert arguments["cost_model"] == CostModel(3, 0.5)
     assert [part.tolist() for part in arguments["mini_batches"]] == [
@@ -206,24 +204,22 @@ def test_options_come_before_what_a_run_planned_with(tmp_path, capsys):
     plan = plan_batch(
         [300] * 16, ranks=2, max_tokens=1024, pipeline=Pipeline(2, stage_shares=(0.5, 0.5))
     )
-    record = {"step": 1, "lengths": [300] * 16} | plan_record(plan)
-    (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
-    assert main([str(tmp_path), "--ranks", "4", "--mini-batches", "2"]) == 0
-    assert "ranks: 4, mini-batches: 2, max_tokens=1,024, stages: 2" in words(
-        capsys.readouterr().out
-    )
-    assert main([str(tmp_path), "--pipeline", "4"]) == 0
-    assert "ranks: 2, mini-batches: 1, max_tokens=1,024, stages: 4" in words(
-        capsys.readouterr().out
-    )
+    write_step(tmp_path, [300] * 16, **plan_record(plan))
+    for options, planned in (
+        (
+            "--ranks 4 --mini-batches 2",
+            "ranks: 4, mini-batches: 2, max_tokens=1,024, stages: 2",
+        ),
+        ("--pipeline 4", "ranks: 2, mini-batches: 1, max_tokens=1,024, stages: 4"),
+    ):
+        assert main([str(tmp_path), *options.split()]) == 0
+        assert planned in words(capsys.readouterr().out)
 
 
 def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_said(
     tmp_path, capsys
 ):
-    (tmp_path / "lengths.jsonl").write_text(
-        json.dumps({"step": 1, "lengths": [300] * 32}) + "\n"
-    )
+    write_step(tmp_path, [300] * 32)
     assert main([str(tmp_path)]) == 0
     printed = words(capsys.readouterr().out)
     assert "whose plan was not recorded: defaults are assumed" in printed
@@ -235,11 +231,9 @@ def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_sai
     [{"plan": 3}, {"plan": {"cost_model": {}}}, {"mini_batch": ["a"]}, {"plan": None}],
 )
 def test_a_damaged_plan_of_a_run_is_refused(tmp_path, capsys, damage):
-    record = {"step": 1, "lengths": [300] * 16} | plan_record(
-        plan_batch([300] * 16, ranks=2, max_tokens=1024)
-    )
-    record |= {"mini_batch": np.zeros(16, int).tolist()} | damage
-    (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
+    record = plan_record(plan_batch([300] * 16, ranks=2, max_tokens=1024))
+    record |= {"mini_batch": [0] * 16} | damage
+    write_step(tmp_path, [300] * 16, **record)
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -252,26 +246,3 @@ def test_it_runs_as_a_module():
         ended.stderr
         == "error: no-such-file.csv is not there. Give a folder, .json, .jsonl, .csv or .parquet.\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((*SMALL, "--count", "1" + "0" * 30), "--count"),
-        ((*SMALL, "--count", "0"), "--count"),
-        ((*SMALL, "--model", "/dev/zero"), "/dev/zero"),
-        ((*SMALL, "--pipeline", "2", "--context-parallel", "2"), "--context-parallel"),
-        (("x" * 300,), "xxx"),
-        (("a\n\x1b[31m",), r"a\n\x1b[31m"),
-    ],
-)
-def test_a_bad_value_is_refused_in_one_printable_line(capsys, arguments, named):
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code
-    line = capsys.readouterr().err.removesuffix("\n")
-    assert code == 2
-    assert named in line
-    assert line.isprintable()
-    assert "Errno" not in line

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.balancing.fixed_batches import LENGTHS, plan_time, total_time
+from tests.balancing.fixed_batches import recorded_times, total_time
 from tests.balancing.test_trees import grown, tree_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,13 +29,7 @@ RECORDED = {
     ),
     "images": (264_203_337, 6_619_099_915, 3_826_001_206, 1_069_061_976, 163_868_673),
 }
-"""Of `LENGTHS`, in turn."""
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_plans_take_the_recorded_time(name: str, lengths: str) -> None:
-    assert plan_time(lengths, **OPTIONS[name]) == RECORDED[name][LENGTHS.index(lengths)]
+test_plans_take_the_recorded_time = recorded_times(OPTIONS, RECORDED)
 
 
 def tree_time(max_tokens: int) -> int:

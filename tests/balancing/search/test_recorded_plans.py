@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import pytest
-
 from balancing.context_degrees import ContextDegrees
-from tests.balancing.fixed_batches import LENGTHS, plan_time
+from tests.balancing.fixed_batches import recorded_times
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "wide cap": {"cap": 2.0},
@@ -43,10 +41,4 @@ RECORDED = {
     "mindspeed": (76_930_626, 5_934_358_258, 2_047_001_776, 593_554_125, 35_928_042),
     "many": (609_937_328, 46_178_491_216, 12_839_729_866, 5_012_176_124, 551_354_026),
 }
-"""Of `LENGTHS`, in turn."""
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_plans_take_the_recorded_time(name: str, lengths: str) -> None:
-    assert plan_time(lengths, **OPTIONS[name]) == RECORDED[name][LENGTHS.index(lengths)]
+test_plans_take_the_recorded_time = recorded_times(OPTIONS, RECORDED)
