@@ -11,7 +11,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Published:
     """squared: forward FLOPs of attention per squared token, if all layers saw all. windows: (tokens, share,
-    chunked). kv, state: numbers of a token and of a sequence. source: where the fields were read.
+    chunked). kv, state: numbers of a token and of a sequence.
     """
 
     config: dict[str, Any]
@@ -19,7 +19,6 @@ class Published:
     kv: int
     state: int = 0
     windows: tuple[tuple[int, float, bool], ...] = ()
-    source: str = ""
 
 
 QWEN3_NEXT = {
@@ -153,81 +152,81 @@ MIXTRAL = {
 }
 
 PUBLISHED = {
+    # transformers, qwen3_next, and a reader's test of Qwen3-Coder-Next
     "Qwen3-Next-80B-A3B": Published(
         QWEN3_NEXT,
         squared=12 * 2 * 16 * 256,
         kv=12 * 2 * 2 * 256,
         state=36 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)),
-        source="transformers, qwen3_next, and a reader's test of Qwen3-Coder-Next",
     ),
+    # transformers, qwen3_5
     "Qwen3.5-9B": Published(
         QWEN3_5_9B,
         squared=8 * 2 * 16 * 256,
         kv=8 * 2 * 4 * 256,
         state=24 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)),
-        source="transformers, qwen3_5",
     ),
+    # moonshotai/Kimi-Linear-48B-A3B-Instruct, quoted by a reader's test
     "Kimi-Linear-48B-A3B": Published(
         KIMI_LINEAR,
         squared=7 * 32 * (128 + 64 + 128),
         kv=7 * (512 + 64),
         state=20 * (32 * 128 * 128 + 3 * 3 * 32 * 128),
-        source="moonshotai/Kimi-Linear-48B-A3B-Instruct, quoted by a reader's test",
     ),
+    # ai21labs/AI21-Jamba-1.5-Mini, quoted by onnx-diagnostic
     "Jamba-1.5-Mini": Published(
         JAMBA_MINI,
         squared=4 * 2 * 32 * 128,
         kv=4 * 2 * 8 * 128,
         state=28 * 8192 * (16 + 3),
-        source="ai21labs/AI21-Jamba-1.5-Mini, quoted by onnx-diagnostic",
     ),
+    # nvidia/Nemotron-H-8B-Base-8K, quoted by Megatron-Bridge's tests
     "Nemotron-H-8B": Published(
         NEMOTRON_H_8B,
         squared=4 * 2 * 32 * 128,
         kv=4 * 2 * 8 * 128,
         state=24 * (128 * 64 * 128 + 3 * (128 * 64 + 2 * 8 * 128)),
-        source="nvidia/Nemotron-H-8B-Base-8K, quoted by Megatron-Bridge's tests",
     ),
+    # ibm-granite/granite-4.0-h-small, quoted by a parameter counter's page
     "Granite-4.0-H-Small": Published(
         GRANITE_H_SMALL,
         squared=4 * 2 * 32 * 128,
         kv=4 * 2 * 8 * 128,
         state=36 * (128 * 64 * 128 + 3 * (128 * 64 + 2 * 128)),
-        source="ibm-granite/granite-4.0-h-small, quoted by a parameter counter's page",
     ),
+    # ibm-ai-platform/Bamba-9B, quoted by a reader's test, and transformers, bamba
     "Bamba-9B": Published(
         BAMBA_9B,
         squared=3 * 2 * 32 * 128,
         kv=3 * 2 * 8 * 128,
         state=29 * (128 * 64 * 128 + 3 * (128 * 64 + 2 * 128)),
-        source="ibm-ai-platform/Bamba-9B, quoted by a reader's test, and transformers, bamba",
     ),
+    # LiquidAI/LFM2-350M, quoted by a loader's test
     "LFM2-350M": Published(
         LFM2_350M,
         squared=6 * 2 * 16 * 64,
         kv=6 * 2 * 8 * 64,
         state=10 * 1024 * 2,
-        source="LiquidAI/LFM2-350M, quoted by a loader's test",
     ),
+    # meta-llama/Llama-4-Maverick-17B-128E, quoted by TensorRT-LLM's test
     "Llama-4-Maverick": Published(
         LLAMA_4_MAVERICK,
         squared=48 * 2 * 40 * 128,
         kv=48 * 2 * 8 * 128,
         windows=((8192, 36 / 48, True),),
-        source="meta-llama/Llama-4-Maverick-17B-128E, quoted by TensorRT-LLM's test",
     ),
+    # google/gemma-3-4b-it, quoted by a loader's test
     "Gemma-3-4B": Published(
         GEMMA_3_4B,
         squared=34 * 2 * 8 * 256,
         kv=34 * 2 * 4 * 256,
         windows=((1024, 29 / 34, False),),
-        source="google/gemma-3-4b-it, quoted by a loader's test",
     ),
+    # transformers, gpt_oss, with the 24 layers and 32 experts of openai/gpt-oss-20b
     "gpt-oss-20b": Published(
         GPT_OSS_20B,
         squared=24 * 2 * 64 * 64,
         kv=24 * 2 * 8 * 64,
         windows=((128, 1 / 2, False),),
-        source="transformers, gpt_oss, with the 24 layers and 32 experts of openai/gpt-oss-20b",
     ),
 }
