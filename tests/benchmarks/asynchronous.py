@@ -8,7 +8,6 @@ Runs of every staleness take turns, so that all see the machine in the same minu
 medians is what counts.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from controller.observability.run_folder import RunFolder
 from examples.addition import data
 from examples.addition.warm_start import create_model
+from tests.benchmarks.command import read_options, write_page
 
 STALENESS = (0, 1, 2)
 VOCABULARY, LONGEST = 64, 256
@@ -143,11 +143,7 @@ def row(
 
 def main() -> None:
     """Run all and print the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, steps=24, rounds=2, output=None)
     found: dict[int, list[list[dict[str, float]]]] = {
         staleness: [] for staleness in STALENESS
     }
@@ -173,8 +169,7 @@ def main() -> None:
         + "\n"
     )
     print(page)
-    if arguments.output:
-        arguments.output.write_text(page)
+    write_page(arguments.output, page)
 
 
 if __name__ == "__main__":

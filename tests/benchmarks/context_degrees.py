@@ -8,13 +8,11 @@ lengths --plan_batch--> fixed degrees, by micro-step --> time / (workload / rank
 plan --> RANKS gloo processes: sleep, meet the ranks of the block, then all --> seconds, measured / predicted
 """
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from time import monotonic, sleep
 
@@ -30,6 +28,7 @@ from balancing.cost_model import SEVEN_BILLION, exchange_share
 from balancing.mini_batch import degree_of
 from tests.benchmarks.balancing.__main__ import machine
 from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.command import read_options, write_page
 
 COSTS = CostModel.from_model_config(SEVEN_BILLION)
 NVLINK, NETWORK = 1, 9
@@ -46,22 +45,13 @@ Case = tuple[str, NDArray[np.int64], int, int, int]
 
 def main() -> None:
     """Plan, emulate, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="predicted time of each emulation"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = read_options(__doc__, seconds=4.0, repeats=3, output=None)
     text = (
         planned().markdown() + "\n" + emulation(options.seconds, options.repeats).markdown()
     )
     sys.stdout.write(text)
-    if options.output:
-        introduction = INTRODUCTION.format(output=options.output, machine=machine())
-        options.output.write_text(introduction + text, encoding="utf-8")
+    introduction = INTRODUCTION.format(output=options.output, machine=machine())
+    write_page(options.output, introduction + text)
 
 
 def cases() -> Iterator[Case]:

@@ -8,7 +8,6 @@ continues from it. Runs what is not in the folder yet (20 minutes on 2 quiet cor
 the picture of docs/distillation.md. Run `make fit` once before: it makes the teacher's model.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -25,10 +24,10 @@ from matplotlib import pyplot
 from examples.addition import data
 from examples.addition.plot import curve
 from examples.addition.warm_start import CACHE, CLEAN_SHARE, CORRUPTION, create_model
+from tests.benchmarks.command import read_options, replace_measured
 
 CONFIG, SFT = "examples/addition/config.yaml", "examples/addition/sft.yaml"
 DOCUMENT, PICTURE = Path("docs/distillation.md"), Path("docs/distillation.png")
-START, END = "<!-- measured -->\n", "<!-- end of measured -->"
 SECTION = """
 ## A student of 1M
 
@@ -197,7 +196,6 @@ def draw(runs: dict[tuple[str, int], Path], teacher: float) -> None:
 def write(runs: dict[tuple[str, int], Path], teacher: float) -> None:
     """Replace the measured section of the page."""
     wanted = teacher - 0.05
-    before, _, rest = DOCUMENT.read_text().partition(START)
     columns = (
         "learns from",
         "seed",
@@ -209,17 +207,11 @@ def write(runs: dict[tuple[str, int], Path], teacher: float) -> None:
     )
     head = f"{SECTION.format(teacher=teacher)}| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|\n"
     table = "".join(row(run, *pair, wanted) for pair, run in runs.items())
-    DOCUMENT.write_text(before + START + head + table + END + rest.partition(END)[2])
+    replace_measured(DOCUMENT, head + table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--folder", type=Path, default=Path("runs/distillation"))
-    options = parser.parse_args()
+    options = read_options(__doc__, seeds=[0], steps=100, folder=Path("runs/distillation"))
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "random" / "config.json").exists():

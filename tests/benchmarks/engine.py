@@ -10,12 +10,10 @@ Times are medians of CPU seconds of one thread, so that other work on the machin
 that are compared take turns.
 """
 
-import argparse
 import multiprocessing
 import resource
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from time import process_time
 
@@ -25,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from balancing import plan_batch
+from tests.benchmarks.command import read_options, write_page
 from workers.batch.dataproto import DataProto
 from workers.config.roles import ModelConfig
 from workers.model.attention.attention import packed_attention
@@ -273,12 +272,7 @@ def part_tokens(repeats: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, repeats=3, output=None)
     torch.set_num_threads(1)
     page, parts = (
         HEADER,
@@ -288,8 +282,7 @@ def main() -> None:
         section = f"\n## {title}\n\n{measure(arguments.repeats)}\n"
         print(section, flush=True)
         page += section
-    if arguments.output:
-        arguments.output.write_text(page)
+    write_page(arguments.output, page)
 
 
 if __name__ == "__main__":

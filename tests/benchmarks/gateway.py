@@ -8,7 +8,6 @@ texts. Times are the least of the repeats, by call: by the clock, in CPU time of
 loop, which serves HTTP.
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import ray
 
+from tests.benchmarks.command import read_options, write_page
 from tests.workers.rollout import agent_model
 from tests.workers.rollout.gateway_actor import GatewayActor
 from workers.config.roles import ModelConfig, RolloutConfig
@@ -183,18 +183,12 @@ async def rows(bench: Bench, repeats: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, repeats=5, output=None)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         table = asyncio.run(rows(Bench(Path(folder)), arguments.repeats))
     ray.shutdown()
-    if arguments.output:
-        arguments.output.write_text(HEADER + "\n".join(table) + "\n" + GOALS)
+    write_page(arguments.output, HEADER + "\n".join(table) + "\n" + GOALS)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ engine then has to sample with what the trainer has. Trainers are one or two ran
 in processes that all cases share.
 """
 
-import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.benchmarks.command import read_options, write_page
 from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.rollout.test_transfers import SIZES, save_model, start_replica
 from tests.workers.vision_families import PLACEHOLDERS, pictures, save_tiny_vision_model
@@ -337,12 +336,9 @@ def line_of(case: Case, sync: str, trainers: RankPool, engines: RankPool) -> str
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args(argv)
+def main() -> None:
+    """Measure the cases whose names begin with `--only`, and print the page."""
+    arguments = read_options(__doc__, only="", output=None)
     trainers = RankPool(2)
     engines = RankPool(1)
     text = HEADER.format(cores=len(os.sched_getaffinity(0)))
@@ -354,8 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 text += f"{line}\n"
     trainers.stop()
     engines.stop()
-    if arguments.output:
-        arguments.output.write_text(text + FOOTER)
+    write_page(arguments.output, text + FOOTER)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ The same GRPO steps by `ballast.fit` and by the loop of docs/primitives.md, in t
 own. Medians over the steps after the first three, and over rounds.
 """
 
-import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import ballast
 from ballast.loop.open_run import OpenRun
 from controller.algorithm.advantages import sequence_advantages
 from controller.observability.run_folder import RunFolder
+from tests.benchmarks.command import read_options
 from tests.benchmarks.step_time import Setting, make_inputs
 
 WARM_UP = 3
@@ -47,11 +47,8 @@ def seconds(loop: Callable[[list[str]], Path], settings: list[str]) -> float:
     return statistics.median(row["time/step_s"] for row in rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args(argv)
+def main() -> None:
+    arguments = read_options(__doc__, steps=12, rounds=3)
     print("| model | configured, s | own loop, s | ratio |\n| --- | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as temporary:
         for size in SIZES:

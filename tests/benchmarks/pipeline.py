@@ -6,7 +6,6 @@ plan --> times of micro-steps --> each stage, a process: its actions in order --
                                   waits for what it needs (a pipe), sleeps, sends on
 """
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -15,7 +14,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from statistics import median
 from time import monotonic, sleep
 
@@ -27,6 +25,7 @@ from balancing.pipelines.pipeline_time import makespan
 from tests.benchmarks.balancing.__main__ import machine
 from tests.benchmarks.balancing.pipelines import STAGES, plan_of
 from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.command import read_options, write_page
 
 CASES = tuple(
     (name, how, virtual)
@@ -45,24 +44,11 @@ Key = tuple[str, int, int, int]
 
 def main() -> None:
     """Emulate, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="predicted time of each run"
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="markdown file to write, for example docs/pipeline-benchmark.md",
-    )
-    options = parser.parse_args()
+    options = read_options(__doc__, seconds=4.0, repeats=5, output=None)
     text = _table(options.seconds, options.repeats).markdown()
     sys.stdout.write(text)
-    if options.output:
-        introduction = INTRODUCTION.format(output=options.output, machine=machine())
-        options.output.write_text(introduction + text, encoding="utf-8")
+    introduction = INTRODUCTION.format(output=options.output, machine=machine())
+    write_page(options.output, introduction + text)
 
 
 def _table(seconds: float, repeats: int) -> Table:

@@ -9,10 +9,8 @@ Qwen2.5-VL, its tower frozen. Those of a family with states go through four of i
 attention.
 """
 
-import argparse
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time
@@ -23,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneratio
 
 from balancing import CostModel
 from examples.vision import warm_start
+from tests.benchmarks.command import read_options, write_page
 from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
 from tests.tensor_memory import peak_tensor_bytes
 from tests.workers.model.tiny import tiny_config
@@ -249,20 +248,13 @@ def measured(workload: Workload, repeats: int) -> str:
 
 def main() -> None:
     """Measure all workloads and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, repeats=3, threads=1, output=None)
     torch.set_num_threads(arguments.threads)
     lines = []
     for workload in WORKLOADS:
         lines.append(measured(workload, arguments.repeats))
         print(lines[-1], flush=True)
-    if arguments.output:
-        arguments.output.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
+    write_page(arguments.output, HEADER + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ A row's response lengths are log-normal, sigma 0.6, cut at the published limit, 
 prediction is the figure.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from balancing.time_model import (
     step_time,
 )
 from tests.balancing.published_models import DEEPSEEK_V3, QWEN3_30B_A3B
+from tests.benchmarks.command import read_options, write_page
 
 NEMO = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 VERL = "https://github.com/volcengine/verl/blob/main/docs/advance/fully_async.md"
@@ -234,16 +233,13 @@ def verl() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, output=None)
     kinds = ("matmul", "attention", "prefill", "elementwise", "decode", "link")
     stated = ", ".join(f"{name} {getattr(Efficiency(), name):g}" for name in kinds)
     page = HEADER.format(stated=stated, nemo=NEMO) + "\n".join(map(row, FIGURES)) + "\n"
     page += FOOTER.format(prime=PRIME, verl_page=VERL, verl=verl())
     print(page)
-    if arguments.output:
-        arguments.output.write_text(page)
+    write_page(arguments.output, page)
 
 
 if __name__ == "__main__":

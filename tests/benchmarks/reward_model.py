@@ -8,7 +8,6 @@ Runs what is not in the folder yet, then writes the table of docs/reward-models.
 before: it makes the policy's model and the pairs.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,10 +15,10 @@ from pathlib import Path
 
 from examples.addition import reward
 from examples.addition.plot import curve
+from tests.benchmarks.command import read_options, replace_measured
 
 CONFIG, PAIRS = "examples/addition/config.yaml", "examples/addition/reward_model.yaml"
 DOCUMENT = Path("docs/reward-models.md")
-START, END = "<!-- measured -->\n", "<!-- end of measured -->"
 SECTION = """
 ## Measured
 
@@ -97,19 +96,12 @@ def rows(folder: Path, seed: int, steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--folder", type=Path, default=Path("runs/reward_models"))
-    options = parser.parse_args()
+    options = read_options(__doc__, seeds=[0], steps=30, folder=Path("runs/reward_models"))
     found = [
         line for seed in options.seeds for line in rows(options.folder, seed, options.steps)
     ]
-    before, _, rest = DOCUMENT.read_text().partition(START)
     section = SECTION.format(steps=options.steps) + "".join(found)
-    DOCUMENT.write_text(before + START + section + END + rest.partition(END)[2])
+    replace_measured(DOCUMENT, section)
     print(section)
 
 

@@ -6,7 +6,6 @@ Its table is the last section of docs/sandboxes.md. The first sandbox tries Pyth
 counted.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -14,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.benchmarks.command import read_options
 from workers.config.sandbox import SandboxConfig
 from workers.sandbox.kinds import open_sandbox
 
@@ -67,11 +67,7 @@ def write_section(path: Path, section: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", default="bubblewrap")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = read_options(__doc__, kind="bubblewrap", rounds=20, output=None)
     section = describe(options.kind, options.rounds, measure(options.kind, options.rounds))
     if options.output:
         write_section(options.output, section)

@@ -7,7 +7,6 @@ The driver's parts are the real ones: router, batch, plan, advantages, division 
 trainers answer at once, with lengths and references and without tokens.
 """
 
-import argparse
 import gc
 import statistics
 import time
@@ -25,6 +24,7 @@ from controller.planning.planner import prefix_columns
 from controller.rollout.samples import assemble
 from tests.benchmarks.balancing.__main__ import machine
 from tests.benchmarks.balancing.plans import COST_MODEL
+from tests.benchmarks.command import read_options
 from workers.batch.dispatch import (
     DispatchMode,
     Join,
@@ -219,11 +219,7 @@ def driver(steps: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = read_options(__doc__, repeats=3, steps=4, output=None)
     with rare_collections():
         found = {"driver": driver(options.steps), "plans": plans(options.repeats)}
     if options.output:

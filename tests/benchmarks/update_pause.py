@@ -11,7 +11,6 @@ The updates bring the weights that the engine has, so that all runs sample the s
 random, of the quickstart's size, and ends a response one time in 64.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
+from tests.benchmarks.command import read_options
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.requests import SampleRequest, SampleResult, sample_seed
 from workers.engine.weights.weight_transfer import pack_weights
@@ -160,9 +160,7 @@ def table(rounds: int, cores: int) -> str:
 
 def main() -> None:
     """Print the section."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, rounds=5)
     print(table(arguments.rounds, len(os.sched_getaffinity(0))))
 
 

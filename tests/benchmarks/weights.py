@@ -7,7 +7,6 @@ GRPO, AdamW. After each step the engine gets the changes. Sizes and times of lar
 matrices, with as many values changed as at a learning rate of 1e-6.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from examples.addition.reward import reward
+from tests.benchmarks.command import read_options, write_page
 from workers.batch.dataproto import DataProto
 from workers.config.roles import (
     LossConfig,
@@ -210,14 +210,10 @@ async def page(steps: int) -> str:
 
 def main() -> None:
     """Measure, and print the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, steps=6, output=None)
     text = asyncio.run(page(arguments.steps))
     print(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+    write_page(arguments.output, text)
 
 
 if __name__ == "__main__":

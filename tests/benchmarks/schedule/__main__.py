@@ -6,7 +6,6 @@ Nothing is generated and no clock is read: the same command writes the same page
 (`simulator.py`).
 """
 
-import argparse
 from pathlib import Path
 from textwrap import fill
 
@@ -18,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.command import read_options, write_page
 from tests.benchmarks.schedule.rows import (
     SYNCHRONOUS,
     Result,
@@ -185,13 +185,7 @@ def _draw_row(axes: Axes, row: Row, record: Record) -> None:
 
 def main() -> None:
     """Simulate all and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--picture", type=Path)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, seeds=5, output=None, picture=None)
     workload, seeds = Workload(), range(arguments.seeds)
     if arguments.picture:
         draw(workload, arguments.picture)
@@ -207,8 +201,7 @@ def main() -> None:
             tails_table(seeds[:3]),
         )
     )
-    if arguments.output:
-        arguments.output.write_text(page, encoding="utf-8")
+    write_page(arguments.output, page)
     print(page)
 
 
