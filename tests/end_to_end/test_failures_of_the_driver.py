@@ -2,7 +2,6 @@
 it.
 """
 
-import json
 import os
 import re
 import resource
@@ -26,6 +25,7 @@ from tests.end_to_end.processes import (
     marked_environment,
     settings_file,
 )
+from tests.json_lines import read_json_lines
 from workers.model.checkpoint.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak
@@ -84,11 +84,11 @@ class Run:
         self.lines += [line.rstrip() for line in self.process.stdout]
         return self.process.wait(timeout=120)
 
-    def steps(self) -> list[int]:
-        return [
-            json.loads(line)["step"]
-            for line in (self.folder / "metrics.jsonl").read_text().splitlines()
-        ]
+    def metrics(self) -> list[dict[str, float]]:
+        return read_json_lines(self.folder / "metrics.jsonl")
+
+    def steps(self) -> list[float]:
+        return [line["step"] for line in self.metrics()]
 
     def checkpoints(self) -> list[str]:
         return [path.name for path, _ in complete(self.folder / "checkpoints" / "policy")]
@@ -163,8 +163,7 @@ def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
     resource.prlimit(worker, resource.RLIMIT_FSIZE, usual)
     assert run.end() == 0, run.lines
     assert run.steps() == list(range(7))
-    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["checkpoint/failures"] >= 1
+    assert run.metrics()[-1]["checkpoint/failures"] >= 1
     assert run.checkpoints() == ["step-6"]
 
 

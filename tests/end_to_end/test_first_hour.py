@@ -24,6 +24,7 @@ from controller import fit
 from controller.config import load
 from controller.data.records import read_records
 from tests.controller.stand_ins.in_process import put_ray_in_process
+from tests.json_lines import read_json_lines
 from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError
 
@@ -200,10 +201,6 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     assert ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST)) == found
 
 
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
     trained: Trained,
     records: dict[str, list[dict[str, Any]]],
@@ -220,7 +217,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
         )
 
     file = generate()
-    whole, content = lines_of(file), file.read_bytes()
+    whole, content = read_json_lines(file), file.read_bytes()
     assert {(line["uid"], line["sample"]) for line in whole} == {
         (str(u), s) for u in range(4) for s in range(3)
     }
@@ -229,7 +226,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
     file.write_bytes(kept + content[len(kept) : len(kept) + 40])
     assert generate() == file
     assert file.read_bytes().startswith(kept)
-    by_key = {(line["uid"], line["sample"]): line for line in lines_of(file)}
+    by_key = {(line["uid"], line["sample"]): line for line in read_json_lines(file)}
     for line in whole:
         again = by_key.pop((line["uid"], line["sample"]))
         assert again | {"log_probs": None} == line | {"log_probs": None}
@@ -237,7 +234,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
     assert not by_key
 
     monkeypatch.setattr("controller.sampling.sampling_run.ray_session", None)
-    assert lines_of(generate()) == lines_of(file)
+    assert read_json_lines(generate()) == read_json_lines(file)
     with pytest.raises(ConfigError, match="samples of another job, with other rewards"):
         generate(rewarding(1.0))
     check_log_probs(whole, trained.result.model)

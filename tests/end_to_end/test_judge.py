@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.addition.warm_start import create_model
 from tests.end_to_end.test_whole_loop import run_loop
+from tests.json_lines import read_json_lines
 
 PARSER = """
 def grade(response, source):
@@ -24,11 +25,9 @@ def test_a_judge_grades_256_samples_and_counts_the_answers_that_cannot_be_parsed
 ) -> None:
     """The 8 samples of one prompt have unclear answers. All others are the judge's likeliest digit."""
     create_model(tmp_path / "judge", seed=3, deviation=0.2)
-    lines = (workspace / "train.jsonl").read_text().splitlines()[:32]
-    records = [
-        json.loads(line) | {"source": "unclear" if i == 5 else "clear"}
-        for i, line in enumerate(lines)
-    ]
+    records = read_json_lines(workspace / "train.jsonl")[:32]
+    for number, record in enumerate(records):
+        record["source"] = "unclear" if number == 5 else "clear"
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "grades.py").write_text(PARSER)
     overrides = [

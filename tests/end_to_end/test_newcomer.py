@@ -23,6 +23,7 @@ from examples.addition import data
 from tests.documentation.blocks import blocks_of
 from tests.end_to_end.checkout import Checkout, Said
 from tests.end_to_end.processes import ROOT, ports
+from tests.json_lines import read_json_lines
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -92,12 +93,7 @@ def quickstart(checkout: Checkout, addition: Said) -> str:
 
 def rows(checkout: Checkout, name: str) -> list[dict[str, Any]]:
     """metrics.jsonl of a run: valid JSON, a line a step, in order."""
-    found = [
-        json.loads(line)
-        for line in (checkout.folder / "runs" / name / "metrics.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    found = read_json_lines(checkout.folder / "runs" / name / "metrics.jsonl")
     steps = [row["step"] for row in found]
     assert steps == list(range(steps[0], steps[-1] + 1))
     return found
@@ -192,8 +188,7 @@ def test_own_data_and_an_own_reward_train_as_the_quickstart_says(
     rewards = [row["reward/mean"] for row in rows(checkout, "mine")[1:]]
     assert sum(rewards[-3:]) > sum(rewards[:3])
     answers = {"85+76=": "521", "9+4=": "31", "21+33=": "54"}
-    samples = (checkout.folder / "runs" / "mine" / "samples.jsonl").read_text().splitlines()
-    for sample in map(json.loads, samples):
+    for sample in read_json_lines(checkout.folder / "runs" / "mine" / "samples.jsonl"):
         assert sample["reward"] == float(
             sample["response"].partition("#")[2] == answers[sample["prompt"]]
         )
@@ -279,12 +274,7 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
         f"python -m controller.fit --config my/config.yaml run.steps=2 {SMALL}"
     )
     shows_steps(said, "my", 2)
-    samples = [
-        json.loads(line)
-        for line in (checkout.folder / "runs" / "my" / "samples.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    samples = read_json_lines(checkout.folder / "runs" / "my" / "samples.jsonl")
     assert samples
     for sample in samples:
         assert sample["turns"][0] == {"environment": "Find a number below 100. "}
@@ -317,9 +307,9 @@ def test_a_trained_model_is_evaluated_and_sampled_from(
         f"python -m ballast generate --config {mine} --model runs/addition --prompts 3"
     )
     assert said.lines[-1] == "runs/addition/generate/model/samples.jsonl: 24 samples"
-    lines = (folder / "generate" / "model" / "samples.jsonl").read_text().splitlines()
+    lines = read_json_lines(folder / "generate" / "model" / "samples.jsonl")
     assert len(lines) == 24
-    for line in map(json.loads, lines):
+    for line in lines:
         assert (
             len(line["log_probs"])
             == len(line["response_ids"])
