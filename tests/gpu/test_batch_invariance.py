@@ -5,8 +5,8 @@ It has never run on a card. On a CPU the same runs go without the setting, and t
 """
 
 import pytest
-import torch
 
+from tests.gpu.conftest import NEEDS_CUDA
 from tests.gpu.prove.workloads import make_qwen3
 
 pytest.importorskip("ray", reason="Ray is not installed: the loop is not run")
@@ -37,10 +37,6 @@ ON_A_CARD = (
     "model.batch_invariant=true",
 )
 ON_A_CPU = ("resources.device=cpu", "rollout.cpu_kv_cache_gib=0.25")
-NEEDS_CARD = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand"),
-)
 
 
 def run_steps(folder, device, *overrides):
@@ -57,7 +53,7 @@ def run_steps(folder, device, *overrides):
 
 
 @pytest.mark.parametrize(
-    "eager", [pytest.param(eager, marks=NEEDS_CARD) for eager in ("false", "true")]
+    "eager", [pytest.param(eager, marks=NEEDS_CUDA) for eager in ("false", "true")]
 )
 def test_ratios_are_exactly_one_on_a_card(ray_session, tmp_path, eager):
     """In each of three steps, with weights of the last update, decoded in CUDA graphs and eagerly."""

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from ballast import doctor
+from tests.gpu.conftest import NEEDS_CUDA
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand"),
-]
+pytestmark = list(NEEDS_CUDA)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "apart"])

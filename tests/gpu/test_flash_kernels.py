@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.tiny import relative_error
 from workers.model.attention.attention import (
     BACKENDS,
@@ -18,10 +19,7 @@ from workers.model.attention.flash_kernels import (
     flash_forward,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand"),
-]
+pytestmark = list(NEEDS_CUDA)
 CUDA = torch.device("cuda")
 SCALE = 0.2
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
@@ -28,10 +29,7 @@ from workers.model.model import packed_causal_lm
 from workers.model.rows.packing import pack
 from workers.model.sharding.parallel import full_tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand"),
-]
+pytestmark = list(NEEDS_CUDA)
 CUDA = torch.device("cuda")
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral windowed", "gemma", "gemma3", "qwen3_moe"]
 
