@@ -6,58 +6,45 @@ import pytest
 
 from ballast.migrate.reading import Recipe
 from ballast.migrate.translation import Migration, migrate
+from tests.ballast.migrate.test_counts import BASES
 
-VERL = {
+VERL = BASES["verl"] | {
     "data.train_batch_size": 256,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
     "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": 4,
-    "actor_rollout_ref.model.path": "m",
     "trainer.nnodes": 2,
     "trainer.n_gpus_per_node": 8,
 }
-TRL = {
-    "per_device_train_batch_size": 8,
+TRL = BASES["TRL"] | {
     "gradient_accumulation_steps": 4,
-    "num_generations": 4,
     "max_steps": 96,
     "num_processes": 2,
     "save_steps": 32,
     "steps_per_generation": 8,
 }
-SLIME = {
-    "rollout-batch-size": 32,
-    "n-samples-per-prompt": 8,
-    "global-batch-size": 64,
+SLIME = BASES["slime"] | {
     "rollout-max-context-len": 4096,
     "rollout-max-response-len": 1024,
     "lr": 1e-5,
     "min-lr": 1e-6,
-    "hf-checkpoint": "m",
 }
-OPENRLHF = {
-    "train.batch_size": 64,
-    "rollout.batch_size": 32,
-    "rollout.n_samples_per_prompt": 8,
+OPENRLHF = BASES["OpenRLHF"] | {
     "data.max_len": 4096,
     "rollout.max_new_tokens": 1024,
     "actor.num_nodes": 2,
     "actor.num_gpus_per_node": 4,
-    "actor.model_name_or_path": "m",
 }
-NEMO_RL = {
-    "policy.train_global_batch_size": 64,
-    "grpo.num_prompts_per_step": 32,
-    "grpo.num_generations_per_prompt": 8,
+NEMO_RL = BASES["NeMo-RL"] | {
     "cluster.num_nodes": 2,
     "cluster.gpus_per_node": 4,
+    "policy.megatron_cfg.enabled": False,
     "policy.scheduler": [
         {"name": "LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}}
     ],
 }
-PRIME_RL = {
+PRIME_RL = BASES["prime-rl"] | {
     "orchestrator.batch_size": 256,
-    "orchestrator.group_size": 8,
     "trainer.scheduler.type": "linear",
     "trainer.scheduler.decay_steps": 20,
     "max_steps": 100,
@@ -112,12 +99,12 @@ GPUS = "policy.data_parallel"
         (SLIME, "n-samples-per-prompt", 16, MINI_BATCHES),
         (SLIME, "rollout-max-context-len", 8192, "data.max_prompt_tokens"),
         (SLIME, "min-lr", 2e-6, "policy.optimizer.final_learning_rate_ratio"),
-        (OPENRLHF, "rollout.batch_size", 64, MINI_BATCHES),
+        (OPENRLHF, "rollout.batch_size", 32, MINI_BATCHES),
         (OPENRLHF, "data.max_len", 8192, "data.max_prompt_tokens"),
         (OPENRLHF, "rollout.max_new_tokens", 2048, "data.max_prompt_tokens"),
         (OPENRLHF, "actor.num_nodes", 4, GPUS),
-        (NEMO_RL, "grpo.num_prompts_per_step", 64, MINI_BATCHES),
-        (NEMO_RL, "grpo.num_prompts_per_step", 64, "policy.optimizer.warmup_steps"),
+        (NEMO_RL, "grpo.num_prompts_per_step", 32, MINI_BATCHES),
+        (NEMO_RL, "grpo.num_prompts_per_step", 32, "policy.optimizer.warmup_steps"),
         (NEMO_RL, "cluster.num_nodes", 4, GPUS),
         (PRIME_RL, "orchestrator.batch_size", 512, "batch.prompts_per_step"),
         (PRIME_RL, "orchestrator.group_size", 16, "batch.prompts_per_step"),
