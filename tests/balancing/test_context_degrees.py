@@ -63,7 +63,7 @@ def planned(lengths, options, degrees) -> Plan | None:
         return None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches())
 def test_every_sequence_is_computed_once_by_neighbours_under_the_cap_of_as_many_ranks(
     batch,
@@ -96,7 +96,7 @@ def test_every_sequence_is_computed_once_by_neighbours_under_the_cap_of_as_many_
         assert mini_batch.sums(lengths).sum() == pytest.approx(lengths[rows].sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_no_fixed_degree_is_faster_and_no_plan_beats_the_bound(batch):
     lengths, options, degrees = batch

@@ -104,7 +104,7 @@ def test_a_frozen_tower_is_counted_forward_only() -> None:
     assert image_flops(text) == (0, 0, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 12),
@@ -155,7 +155,7 @@ def check(plan: Plan, batch: Drawn, cap: int, *, shared: bool) -> None:
             assert all(batch.patches(rows, shared=shared) <= cap for rows in step.ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 12),

@@ -76,7 +76,7 @@ def batches(draw):
     return lengths, options
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches())
 def test_v2_v6_p10_m6_every_invariant_holds_or_is_refused(batch):
     lengths, options = batch
@@ -117,7 +117,7 @@ def test_v2_v6_p10_m6_every_invariant_holds_or_is_refused(batch):
     assert as_lists(plan_batch(lengths, **options)) == as_lists(plan)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches())
 def test_v9_a_ranks_rows_and_cuts_restore_the_given_order(batch):
     lengths, options = batch
@@ -224,7 +224,7 @@ def test_v10_what_runs_together_weighs_the_same():
     assert statistics["imbalance_before/micro_steps"] > 0.1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations(range(40)))
 def test_the_order_of_a_mini_batch_changes_nothing(order):
     arguments = {
@@ -238,7 +238,7 @@ def test_the_order_of_a_mini_batch_changes_nothing(order):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.permutations(range(60)),
     st.sampled_from(["packed", "padded"]),

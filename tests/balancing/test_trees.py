@@ -86,7 +86,7 @@ def micro_batches(plan: Plan) -> list[np.ndarray]:
     st.integers(1, 4),
     st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_plan_counts_the_tokens_of_a_micro_batchs_tree(
     seed, groups, size, ranks, mini_batches
 ):

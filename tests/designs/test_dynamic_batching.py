@@ -47,7 +47,7 @@ def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(
         "model.length_multiple=4",
     )
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.lists(st.integers(1, 40), min_size=3, max_size=40))
     def keeps_the_cap(lengths: list[int]) -> None:
         for step in micro_batches(plan_of(config, lengths)):

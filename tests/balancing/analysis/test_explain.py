@@ -120,7 +120,7 @@ def test_an_even_plan_is_explained_in_few_words():
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=2, max_size=60),
     ranks=st.integers(1, 6),

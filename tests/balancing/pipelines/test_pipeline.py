@@ -57,7 +57,7 @@ def test_fewer_micro_batches_than_stages():
     ] * 3 + ["F0 B0 F1 B1"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pipelines_and_counts())
 def test_every_stage_computes_everything_once_and_all_come_to_an_end(
     case: tuple[Pipeline, int],
@@ -91,7 +91,7 @@ def test_every_stage_computes_everything_once_and_all_come_to_an_end(
     assert position == [len(everything)] * pipeline.stages
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pipelines_and_counts())
 def test_1f1b_keeps_no_more_activations_than_there_are_stages_left(
     case: tuple[Pipeline, int],

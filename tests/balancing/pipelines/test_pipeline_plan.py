@@ -59,7 +59,7 @@ def test_v8_the_published_order_can_be_asked_for():
     assert 0 < times.argmax() < len(times) - 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 200), min_size=8, max_size=60),
     st.integers(1, 3),

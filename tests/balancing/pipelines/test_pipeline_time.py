@@ -63,7 +63,7 @@ def test_all_ranks_wait_for_the_heaviest():
     assert makespan(Pipeline(2), ranks) == makespan(Pipeline(2), [4.0, 2.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pipelines_with_times())
 def test_no_pass_starts_before_what_it_waits_for_and_stages_do_one_at_a_time(
     case: tuple[Pipeline, np.ndarray],
@@ -80,7 +80,7 @@ def test_no_pass_starts_before_what_it_waits_for_and_stages_do_one_at_a_time(
         assert (drawn.starts[of_stage][1:] >= drawn.ends[of_stage][:-1] - close).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pipelines_with_times(), st.randoms(use_true_random=False))
 def test_no_times_in_any_order_take_less_than_the_bound(
     case: tuple[Pipeline, np.ndarray], random
@@ -96,7 +96,7 @@ def test_no_times_in_any_order_take_less_than_the_bound(
     assert makespan(pipeline, times[order]) >= bound * (1 - 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pipelines_with_times())
 def test_the_order_found_is_a_permutation_and_no_slower_than_the_heuristics(
     case: tuple[Pipeline, np.ndarray],

@@ -58,7 +58,7 @@ def tiny(draw):
 
 
 @given(tiny(), st.integers(1, 6))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_no_plan_is_below_the_bounds(batch, max_sequences):
     groups, ranks, steps, cap = batch
     parts, count = fewest_parts(groups, cap, max_sequences), ranks * steps

@@ -73,7 +73,7 @@ def test_a_group_stays_together_where_that_is_worth_more():
     st.integers(1, 4),
     st.integers(0, 2**31),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_micro_batch_keeps_the_cap_and_every_sequence_is_computed_once(
     prefixes, size, ranks, seed
 ):
@@ -106,7 +106,7 @@ def test_every_micro_batch_keeps_the_cap_and_every_sequence_is_computed_once(
 
 
 @given(st.integers(0, 2**31))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_count_and_cap_holds_for_what_is_shared(seed):
     """Caps on sequences, counts of micro-batches and multiples, with and without empty micro-batches."""
     generator = np.random.default_rng(seed)
@@ -211,7 +211,7 @@ def cut(groups: Groups, rows, load, tokens, sequences) -> list[int]:
 
 
 @given(st.integers(0, 2**31))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
     """Whole numbers as work, so that no rounding differs, and many equal ones."""
     generator = np.random.default_rng(seed)
@@ -234,7 +234,7 @@ def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
 
 
 @given(st.integers(0, 2**31), st.integers(10, 300), st.integers(10, 300))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_subtree_keeps_its_share_of_the_cap_and_of_a_ranks_work(
     seed, max_tokens, of_a_rank
 ):

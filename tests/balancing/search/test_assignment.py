@@ -36,7 +36,7 @@ def test_a_sequence_that_fits_nowhere_is_left_out():
     ).sum() == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 40), min_size=4, max_size=40),
     st.integers(1, 4),

@@ -106,7 +106,7 @@ def test_roll_makes_mini_batches_correlate_with_length():
     assert tokens[-1] > 3 * tokens[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(PUBLISHED),
     st.lists(st.integers(1, 60), min_size=1, max_size=40),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing.basics.grouping import Caps, Grouping
@@ -49,7 +49,6 @@ def cases(draw):
     return Grouping(group_of, count), weights, sizes, Caps(tokens, sequences), equal_size
 
 
-@settings(deadline=None)  # the first example compiles
 @given(cases(), st.booleans())
 def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(
     case, only_heaviest

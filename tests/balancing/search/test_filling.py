@@ -1,7 +1,7 @@
 """The compiled loops do what they say, and the same without a compiler."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing.basics.compiled import COMPILED
@@ -36,7 +36,6 @@ def check_caps(assignment, sizes, cap, most):
     assert np.bincount(assignment[inside], minlength=1).max() <= most
 
 
-@settings(deadline=None)
 @given(lengths, bins, caps, sequences)
 def test_lightest_keeps_caps_and_is_the_same_interpreted(sizes, count, cap, most):
     weights = np.square(sizes.astype(float))
@@ -52,7 +51,6 @@ def test_lightest_leaves_no_bin_empty_where_sequences_weigh_nothing():
     ).tolist() == [0, 1, 2, 3]
 
 
-@settings(deadline=None)
 @given(lengths, caps, sequences)
 def test_best_fit_keeps_caps_and_is_the_same_interpreted(sizes, cap, most):
     assignment = placed(best_fit, order_of(sizes), sizes, cap, most)
@@ -61,7 +59,6 @@ def test_best_fit_keeps_caps_and_is_the_same_interpreted(sizes, cap, most):
     check_caps(assignment, sizes, cap, most)
 
 
-@settings(deadline=None)
 @given(lengths, bins, caps, sequences, st.floats(1, 2000))
 def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level):
     weights = np.square(sizes.astype(float))
@@ -74,7 +71,6 @@ def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level)
     assert np.bincount(assignment[inside], weights[inside], 1).max() <= level * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(lengths, bins, caps, sequences, st.sampled_from([np.inf, 90.0, 900.0]), st.data())
 def test_level_is_the_lightest_bin_with_room_found_one_by_one(
     sizes, count, cap, most, level, data
@@ -121,7 +117,6 @@ def test_level_counts_what_is_placed_already():
     ]
 
 
-@settings(deadline=None)
 @given(lengths, caps, sequences, st.booleans(), st.floats(1, 2000))
 def test_runs_are_the_same_interpreted(sizes, cap, most, padded, level):
     starts = placed(

@@ -34,7 +34,7 @@ def least_time_by_force(sizes, weights, ranks, steps, cap, most):
     return least
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=5),
     st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)]),
@@ -97,7 +97,6 @@ def optimum(weights, k):
     )
 
 
-@settings(deadline=None)
 @given(weight_lists, st.integers(2, 3), st.sampled_from([1, 0.1]))
 def test_the_bound_on_the_heaviest_set_is_never_above_the_optimum(weights, k, unit):
     descending = np.array(sorted(weights, reverse=True)) * unit

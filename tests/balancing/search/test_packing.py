@@ -59,7 +59,7 @@ def requests(draw, max_size=40):
     return lengths, draw(st.integers(longest, 4 * longest)), options
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     requests(),
     st.integers(1, 6),
@@ -111,7 +111,7 @@ def fewest_by_force(lengths, cap, max_sequences, layout, multiple):
     raise AssertionError("one sequence each always fits")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(requests(max_size=6))
 def test_v6_the_count_is_the_smallest_that_fits(request_):
     lengths, cap, options = request_
@@ -154,7 +154,7 @@ def test_no_micro_batch_is_opened_beyond_the_first_count_that_fits() -> None:
     assert len(pack([5, 9, 2, 7, 7, 4, 2], max_tokens=12)) == 4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations(range(30)), st.sampled_from(["packed", "padded"]))
 def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
     lengths = np.arange(20, 50)
@@ -166,7 +166,7 @@ def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
     assert grouped[0] == grouped[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=60),
     st.integers(60, 200),

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing import BalancingError, partition
@@ -56,7 +56,6 @@ def join_solutions(solutions):
     return heap[0][2]
 
 
-@settings(deadline=None)
 @given(
     weights=weight_lists,
     k=st.integers(1, 12),
@@ -87,7 +86,6 @@ def test_v2_every_index_is_in_one_set_sorted_and_empty_ones_are_those_allowed(
     assert sorted(map(len, more)) == [0] * k + [1] * len(weights)
 
 
-@settings(deadline=None)
 @given(
     weights=st.permutations([3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]),
     algorithm=st.sampled_from(ALGORITHMS),
@@ -170,7 +168,6 @@ def test_without_numba_there_is_one_warning_and_the_same_partitions():
     ]
 
 
-@settings(deadline=None)
 @given(
     weights=st.lists(st.integers(1, 100), min_size=3, max_size=7), equal_size=st.booleans()
 )

@@ -67,7 +67,7 @@ def test_memory_is_that_of_the_simulated_gpu(
     assert kept < passing
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_the_first_layouts_are_those_of_the_exhaustive_search(data: st.DataObject) -> None:
     rng = data.draw(st.integers(0, 2**31))

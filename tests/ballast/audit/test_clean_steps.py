@@ -116,13 +116,13 @@ recipes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(recipes)
 def test_no_clean_step_raises_an_alarm(recipe: Recipe) -> None:
     assert alarms(clean_step(recipe)) == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(recipes, st.data())
 def test_a_missing_column_or_setting_is_named_and_raises_no_alarm(
     recipe: Recipe, data: st.DataObject
