@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 
 CONFIG = "examples/addition/config.yaml"
 MODEL, TRAIN = "examples/addition/cache/model", "examples/addition/cache/train.jsonl"
@@ -83,7 +83,7 @@ class HandWritten:
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True
         )
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        self.records = read_json_lines(Path(TRAIN))
+        self.records = read_lines(Path(TRAIN))
 
     def step(self, number: int) -> int:
         """Sample, score, learn, load; returns the tokens of the step."""
@@ -202,7 +202,7 @@ def by_trl(steps: int) -> None:
             for text, right in zip(completions, solution, strict=True)
         ]
 
-    records = read_json_lines(Path(TRAIN))
+    records = read_lines(Path(TRAIN))
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             folder, per_device_train_batch_size=MICRO_BATCH,
@@ -255,7 +255,7 @@ def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float
             *overrides,
         ]
         subprocess.run(command, check=True, capture_output=True)
-        lines = read_json_lines(Path(folder) / "step/metrics.jsonl")
+        lines = read_lines(Path(folder) / "step/metrics.jsonl")
         found = [line for line in lines if "time/step_s" in line][WARM_UP:]
     seconds = [line["time/step_s"] for line in found]
     tokens = [line["time/step_s"] * line["throughput/tokens_per_s"] for line in found]

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
+from tests.json_lines import read_lines
 from workers.batch.score import Score
 
 STEPS = 4

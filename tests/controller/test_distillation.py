@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from controller.config import load
 from controller.lifecycle.model_checks import check_models
 from examples.addition.warm_start import create_model, tokenizer
-from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.run import (
     SETTINGS,
     StandInRun,
     StandIns,
     write_stand_in_workspace,
 )
+from tests.json_lines import read_lines
 from tests.refusals import refused, refused_rows
 from tests.workers.model.reference import divergence
 from workers.batch.remote_batch import RemoteBatch

@@ -16,10 +16,10 @@ from controller.config.sampler import GenerateConfig
 from controller.observability.run_folder import RunFolder
 from controller.preflight.checks import check_sampler
 from examples.addition.warm_start import tokenizer
-from tests.controller.json_lines import read_lines
 from tests.controller.sampling.test_on_gpus import generate
 from tests.controller.stand_ins.gpus import StandInReward, World
 from tests.controller.stand_ins.run import SETTINGS, StandInRun
+from tests.json_lines import read_lines
 from tests.refusals import refused
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score

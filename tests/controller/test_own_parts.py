@@ -18,11 +18,11 @@ from controller.fit import Inputs, read_inputs
 from controller.observability.console import Console
 from controller.run import Run
 from tests.controller.bad_inputs import BadInput, check_refused, rows
-from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.documentation.blocks import ROOT, blocks_of
 from tests.documentation.workspace import own_parts
+from tests.json_lines import read_lines
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
 from workers.errors import LostError

@@ -24,8 +24,8 @@ from controller.observability.shown_text import show_prompt
 from controller.offline.examples import sft_examples
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
-from tests.controller.json_lines import write_lines
 from tests.controller.stand_ins.run import SETTINGS
+from tests.json_lines import write_lines
 from workers.chat_messages import clean_prompt
 from workers.errors import BallastError, ConfigError, DataError
 from workers.model.pretrained import load_tokenizer

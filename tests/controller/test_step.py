@@ -11,9 +11,9 @@ from ballast.pages.show import main as show
 from controller import step as parts
 from controller.checkpoints.progress import Progress, checkpoints_at
 from controller.training_loop import RunView, as_metric, takes_run
-from tests.controller.json_lines import read_lines
 from tests.controller.observability.recorded_sessions import FORKED
 from tests.controller.stand_ins.roles import LocalRun, Method
+from tests.json_lines import read_lines
 from tests.refusals import refused
 from workers.batch.score import Score
 from workers.errors import MismatchError

@@ -23,7 +23,7 @@ from tests.designs.configured import (
     plan_of,
     up_to,
 )
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from tests.workers.model.ranks import RankPool
 from workers.errors import ConfigError
 
@@ -268,7 +268,7 @@ def test_v3_spread_of_tokens_over_ranks_is_logged_before_and_after(
     run: Run, tmp_path: Path
 ) -> None:
     run("run.steps=1")
-    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     for figure in ("min", "max", "mean", "difference"):
         for when in ("", "_before"):
             assert f"balance/tokens_per_rank{when}/{figure}" in lines[-1]

@@ -12,7 +12,7 @@ from ballast.pages.show import main as show
 from ballast.sampling_commands import evaluate, generate
 from controller.observability.report import write_report
 from tests.end_to_end.test_whole_loop import run_loop
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from tests.workers.rollout import agent_model
 from tests.workers.sandbox.conftest import bubblewrap_starts, needs_bubblewrap
 
@@ -136,7 +136,7 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
     assert run.proto.columns["response_tokens"].tolist() == [sum(tokens) for tokens in told]
     folder = agent[0].removeprefix("run.dir=") + "/agent"
     capsys.readouterr()
-    recorded = read_json_lines(Path(folder, "samples.jsonl"))
+    recorded = read_lines(Path(folder, "samples.jsonl"))
     assert all("advantage" in row for row in recorded), (
         "no response has a reward of its own"
     )
@@ -193,7 +193,7 @@ def test_a_command_of_any_language_samples_from_a_configuration(
     ]
     given += sandbox_settings(tmp_path)
     assert generate.main(given) == 0
-    lines = read_json_lines(tmp_path / "samples" / "samples.jsonl")
+    lines = read_lines(tmp_path / "samples" / "samples.jsonl")
     assert sorted((line["uid"], line["sample"]) for line in lines) == [
         (str(uid), 0) for uid in range(4)
     ]

@@ -13,7 +13,7 @@ from tests.end_to_end.faults import (
     without_validation,
 )
 from tests.end_to_end.processes import living
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 
 TWO_ENGINES = (
     "rollout.replicas=2",
@@ -127,7 +127,7 @@ def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
     assert any("going on from" in text and "step-2" in text for text in run.said), run.said
     assert len(run.outcome.steps) == 2  # steps 3 and 4
     assert differences(run, usual[name]) == []
-    lines = read_json_lines(run.config.run_folder / "metrics.jsonl")
+    lines = read_lines(run.config.run_folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
 
 
@@ -152,5 +152,5 @@ def test_a_rank_killed_without_a_checkpoint_continues_from_memory(
         assert (run.config.run_folder / file).read_bytes() == (
             usual.config.run_folder / file
         ).read_bytes()
-    lines = read_json_lines(run.config.run_folder / "metrics.jsonl")
+    lines = read_lines(run.config.run_folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]

@@ -25,7 +25,7 @@ from tests.end_to_end.processes import (
     marked_environment,
     settings_file,
 )
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from workers.model.checkpoint.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak
@@ -85,7 +85,7 @@ class Run:
         return self.process.wait(timeout=120)
 
     def metrics(self) -> list[dict[str, float]]:
-        return read_json_lines(self.folder / "metrics.jsonl")
+        return read_lines(self.folder / "metrics.jsonl")
 
     def steps(self) -> list[float]:
         return [line["step"] for line in self.metrics()]

@@ -24,7 +24,7 @@ from controller import fit
 from controller.config import load
 from controller.data.records import read_records
 from tests.controller.stand_ins.in_process import put_ray_in_process
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError
 
@@ -217,7 +217,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
         )
 
     file = generate()
-    whole, content = read_json_lines(file), file.read_bytes()
+    whole, content = read_lines(file), file.read_bytes()
     assert {(line["uid"], line["sample"]) for line in whole} == {
         (str(u), s) for u in range(4) for s in range(3)
     }
@@ -226,7 +226,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
     file.write_bytes(kept + content[len(kept) : len(kept) + 40])
     assert generate() == file
     assert file.read_bytes().startswith(kept)
-    by_key = {(line["uid"], line["sample"]): line for line in read_json_lines(file)}
+    by_key = {(line["uid"], line["sample"]): line for line in read_lines(file)}
     for line in whole:
         again = by_key.pop((line["uid"], line["sample"]))
         assert again | {"log_probs": None} == line | {"log_probs": None}
@@ -234,7 +234,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
     assert not by_key
 
     monkeypatch.setattr("controller.sampling.sampling_run.ray_session", None)
-    assert read_json_lines(generate()) == read_json_lines(file)
+    assert read_lines(generate()) == read_lines(file)
     with pytest.raises(ConfigError, match="samples of another job, with other rewards"):
         generate(rewarding(1.0))
     check_log_probs(whole, trained.result.model)

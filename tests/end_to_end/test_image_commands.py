@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ballast.sampling_commands import generate
 from tests.controller.offline.local_run import run_offline
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from tests.workers.vision_families import pictures
 from workers.images.images import png_of
 
@@ -53,7 +53,7 @@ def test_samples_of_a_data_set_of_the_hub(
         )
         == 0
     )
-    lines = read_json_lines(tmp_path / "samples" / "samples.jsonl")
+    lines = read_lines(tmp_path / "samples" / "samples.jsonl")
     sizes = [f"gone.png {each.width} x {each.height}" for each in pictures()]
     found = sorted(
         (line["uid"], *line["record"]["image"], line["response_tokens"]) for line in lines

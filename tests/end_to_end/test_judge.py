@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.addition.warm_start import create_model
 from tests.end_to_end.test_whole_loop import run_loop
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 
 PARSER = """
 def grade(response, source):
@@ -25,7 +25,7 @@ def test_a_judge_grades_256_samples_and_counts_the_answers_that_cannot_be_parsed
 ) -> None:
     """The 8 samples of one prompt have unclear answers. All others are the judge's likeliest digit."""
     create_model(tmp_path / "judge", seed=3, deviation=0.2)
-    records = read_json_lines(workspace / "train.jsonl")[:32]
+    records = read_lines(workspace / "train.jsonl")[:32]
     for number, record in enumerate(records):
         record["source"] = "unclear" if number == 5 else "clear"
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))

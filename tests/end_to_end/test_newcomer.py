@@ -23,7 +23,7 @@ from examples.addition import data
 from tests.documentation.blocks import blocks_of
 from tests.end_to_end.checkout import Checkout, Said
 from tests.end_to_end.processes import ROOT, ports
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -93,7 +93,7 @@ def quickstart(checkout: Checkout, addition: Said) -> str:
 
 def rows(checkout: Checkout, name: str) -> list[dict[str, Any]]:
     """metrics.jsonl of a run: valid JSON, a line a step, in order."""
-    found = read_json_lines(checkout.folder / "runs" / name / "metrics.jsonl")
+    found = read_lines(checkout.folder / "runs" / name / "metrics.jsonl")
     steps = [row["step"] for row in found]
     assert steps == list(range(steps[0], steps[-1] + 1))
     return found
@@ -188,7 +188,7 @@ def test_own_data_and_an_own_reward_train_as_the_quickstart_says(
     rewards = [row["reward/mean"] for row in rows(checkout, "mine")[1:]]
     assert sum(rewards[-3:]) > sum(rewards[:3])
     answers = {"85+76=": "521", "9+4=": "31", "21+33=": "54"}
-    for sample in read_json_lines(checkout.folder / "runs" / "mine" / "samples.jsonl"):
+    for sample in read_lines(checkout.folder / "runs" / "mine" / "samples.jsonl"):
         assert sample["reward"] == float(
             sample["response"].partition("#")[2] == answers[sample["prompt"]]
         )
@@ -274,7 +274,7 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
         f"python -m controller.fit --config my/config.yaml run.steps=2 {SMALL}"
     )
     shows_steps(said, "my", 2)
-    samples = read_json_lines(checkout.folder / "runs" / "my" / "samples.jsonl")
+    samples = read_lines(checkout.folder / "runs" / "my" / "samples.jsonl")
     assert samples
     for sample in samples:
         assert sample["turns"][0] == {"environment": "Find a number below 100. "}
@@ -307,7 +307,7 @@ def test_a_trained_model_is_evaluated_and_sampled_from(
         f"python -m ballast generate --config {mine} --model runs/addition --prompts 3"
     )
     assert said.lines[-1] == "runs/addition/generate/model/samples.jsonl: 24 samples"
-    lines = read_json_lines(folder / "generate" / "model" / "samples.jsonl")
+    lines = read_lines(folder / "generate" / "model" / "samples.jsonl")
     assert len(lines) == 24
     for line in lines:
         assert (

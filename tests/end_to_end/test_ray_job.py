@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.processes import MARK, ROOT, Cluster, living, settings_file, survivors
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from workers.model.checkpoint.checkpoint_folder import complete
 
 ADDRESS = "--address=http://127.0.0.1:28265"
@@ -126,7 +126,7 @@ def finished(
         watcher.join()
     assert job.returncode == 0, job.stdout + job.stderr
     folder = workspace / "runs" / "job"
-    lines = read_json_lines(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl")
     return Finished(job, folder, seen, lines)
 
 

@@ -21,7 +21,7 @@ from tests.end_to_end.processes import (
     settings_file,
     stopped,
 )
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from workers.model.checkpoint.checkpoint_folder import complete
 
 PROMPTS, SAMPLES = 5, 3  # of a step, of a prompt
@@ -61,9 +61,9 @@ def resumed(settings: list[str], workspace: Path) -> Resumed:
         "policy.data_parallel=1",
     ]
     kill_after("step    5/", fit, environment)
-    before = read_json_lines(folder / "metrics.jsonl")
+    before = read_lines(folder / "metrics.jsonl")
     again = stopped(signal.SIGINT, "step    6/", fit, environment)
-    return Resumed(folder, before, again, read_json_lines(folder / "metrics.jsonl"))
+    return Resumed(folder, before, again, read_lines(folder / "metrics.jsonl"))
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(resumed: Resumed) -> None:
@@ -112,7 +112,7 @@ def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
     assert len(stopped_at) == 1, found.errors
     assert re.match(last_said + r"  .*reward \d\.\d+", found.said[-1])
     assert found.left == []
-    last = read_json_lines(folder / "metrics.jsonl")[-1]["step"]
+    last = read_lines(folder / "metrics.jsonl")[-1]["step"]
     assert [path.name for path, _ in complete(folder / "checkpoints" / "policy")][
         -1
     ] == f"step-{last}"
@@ -141,7 +141,7 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from" in resumed.stdout
 
-    recorded = read_json_lines(folder / "lengths.jsonl")
+    recorded = read_lines(folder / "lengths.jsonl")
     trained = Counter(place for row in recorded for place in row["prompts"])
     assert trained == dict.fromkeys(range(6 * PROMPTS), SAMPLES)
     later = {key: row for step in (4, 5, 6) for key, row in rows(folder, step)}

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.controller.observability.test_trackers import client, history, wandb_history
 from tests.end_to_end.faults import without_validation
 from tests.end_to_end.test_whole_loop import run_loop
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
 NAMES = ("policy/grad_norm", "reward/mean", "rollout/response_tokens_mean")
@@ -35,7 +35,7 @@ def test_every_tracker_has_the_numbers_of_every_step(
     project = "tracking.project=together"
     overrides = [*without_validation(settings), *trackers, project, "run.name=tracked"]
     folder = run_loop([*overrides, "run.steps=2"]).folder
-    lines = read_json_lines(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl")
     expected = {
         name: {line["step"]: line[name] for line in lines if name in line} for name in NAMES
     }

@@ -28,7 +28,7 @@ from controller.training_loop import Outcome, train
 from tests.controller.observability import trace_format
 from tests.controller.observability.test_metric_table import DASHBOARD, drawn
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 from workers.batch.dataproto import DataProto
 
 
@@ -102,19 +102,19 @@ def prometheus(finished: Run, scraping: Prometheus | None) -> Prometheus:
 
 
 def test_every_step_is_recorded(finished: Run) -> None:
-    lines = read_json_lines(finished.folder / "metrics.jsonl")
+    lines = read_lines(finished.folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert ["validation/reward" in line for line in lines] == [True, False, False, True]
     assert [line["rollout/weight_version"] for line in lines[1:4]] == [1, 2, 3]
     assert [line["rollout/oldest_weight_version"] for line in lines[1:4]] == [0, 1, 2]
     assert list((finished.folder / "tensorboard").iterdir())
-    lengths = read_json_lines(finished.folder / "lengths.jsonl")
+    lengths = read_lines(finished.folder / "lengths.jsonl")
     assert [(line["step"], len(line["lengths"])) for line in lengths] == [
         (1, 15),
         (2, 15),
         (3, 15),
     ]
-    responses = read_json_lines(finished.folder / "validation" / "step-3.jsonl")
+    responses = read_lines(finished.folder / "validation" / "step-3.jsonl")
     assert {"prompt", "record", "response", "reward", "source"} <= set(responses[0])
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary["steps"] == 3
@@ -156,7 +156,7 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
         for rank in ("reference dp=0", "reference dp=1")
         for event in trace_format.slices_of(trace, rank, "measured")
     )
-    steps = read_json_lines(finished.folder / "lengths.jsonl")
+    steps = read_lines(finished.folder / "lengths.jsonl")
     total, prompts = (
         sum(sum(step[name]) for step in steps) for name in ("lengths", "prefix_lengths")
     )
@@ -168,7 +168,7 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
 
 def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
     """Every name of the file has its declaration, and what has no condition is in every step that trains."""
-    lines = read_json_lines(finished.folder / "metrics.jsonl")
+    lines = read_lines(finished.folder / "metrics.jsonl")
     declared = {name: spec_of(name) for line in lines for name in line if name != "step"}
     assert [name for name, found in declared.items() if found is None] == []
     families = {name: found[0] for name, found in declared.items()}

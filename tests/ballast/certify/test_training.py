@@ -21,7 +21,7 @@ from ballast.certify.training import (
 )
 from controller.config import load
 from examples.addition import data, warm_start
-from tests.json_lines import read_json_lines
+from tests.json_lines import read_lines
 
 RECORDS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
 SUBJECT: Any = SimpleNamespace(prompt_key="prompt", answer_key="answer", records=RECORDS)
@@ -100,8 +100,8 @@ def test_a_small_run_has_only_settings_of_a_run(tmp_path: Path) -> None:
     )
     config = load(tmp_path / "config.yaml", [])
     assert config.reward.weights["ballast.certify.held_out:certified_answer"] == 0.0
-    train = read_json_lines(Path(config.data.train))
-    held = read_json_lines(Path(config.data.validation))
+    train = read_lines(Path(config.data.train))
+    held = read_lines(Path(config.data.validation))
     assert len(train) == 16 and len(held) == 4
     assert {row["certify_answer"] for row in held} == {
         row["answer"] for row in RECORDS[::5]

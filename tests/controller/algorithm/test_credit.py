@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from controller.algorithm.credit import has_offsets, session_advantages, turn_rewards
 from controller.config import Config, load
 from controller.preflight.checks import check
-from tests.controller.json_lines import read_lines, write_lines
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
+from tests.json_lines import read_lines, write_lines
 from tests.refusals import refused, refused_rows
 from tests.workers.rollout.sessions import TURNS, Agent
 from workers.agents.session import Session

@@ -25,8 +25,8 @@ from controller.checkpoints.progress import (
 )
 from controller.config import load
 from controller.observability.run_folder import RunWriter
-from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.roles import Saves, write
+from tests.json_lines import read_lines
 from tests.refusals import refused
 from workers.errors import CheckpointError, LostError, OutputError
 from workers.model.checkpoint.checkpoint_folder import (

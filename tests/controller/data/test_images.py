@@ -12,7 +12,7 @@ import pytest
 
 from controller.data.prompts import PromptDataset, PromptRules
 from controller.data.records import read_records
-from tests.controller.json_lines import write_lines
+from tests.json_lines import write_lines
 from tests.refusals import refused
 from tests.workers.vision_families import PLACEHOLDERS, pictures
 from workers.errors import DataError

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from controller.data.records import check_loss_columns, iter_records, read_records
-from tests.controller.json_lines import write_lines
+from tests.json_lines import write_lines
 from tests.refusals import refused
 from workers.errors import DataError
 

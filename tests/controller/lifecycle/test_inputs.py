@@ -18,8 +18,8 @@ from controller.lifecycle.inputs import try_inputs
 from controller.lifecycle.tokenized_inputs import Inputs, load_renderer, read_inputs
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.controller.bad_inputs import BadInput, check_line
-from tests.controller.json_lines import write_lines
 from tests.controller.stand_ins.run import SETTINGS
+from tests.json_lines import write_lines
 from tests.workers.episodes.test_conversation import STOCK
 from tests.workers.tokenizer_schemes import make_word_pieces
 from tests.workers.vision_families import pictures

@@ -14,8 +14,8 @@ from controller.config.sampler import GenerateConfig
 from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
 from controller.offline import offline_training
 from controller.preflight.checks import check
-from tests.controller.json_lines import write_lines
 from tests.controller.stand_ins.run import SETTINGS
+from tests.json_lines import write_lines
 from tests.refusals import refused, refused_rows
 from workers.errors import BallastError, DataError
 

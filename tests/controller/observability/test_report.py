@@ -38,8 +38,8 @@ from tests.browser import (
     browser,
     needs_chromium,
 )
-from tests.controller.json_lines import read_lines, write_lines
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
+from tests.json_lines import read_lines, write_lines
 
 SECTIONS = [
     "Reward and validation",

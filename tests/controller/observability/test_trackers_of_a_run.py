@@ -12,7 +12,7 @@ from controller.config import Config
 from controller.observability.ray_metrics import RayMetrics
 from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import GuardedTracker, open_trackers
-from tests.controller.json_lines import read_lines
+from tests.json_lines import read_lines
 
 SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
 

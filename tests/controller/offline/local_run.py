@@ -16,8 +16,8 @@ from controller.preflight.offline_checks import check_offline
 from controller.training_loop import Outcome, train
 from examples.addition import data
 from examples.addition.warm_start import create_model, pairs
-from tests.controller.json_lines import read_lines
 from tests.end_to_end.faults import Listening
+from tests.json_lines import read_lines
 
 SCHEMAS: dict[str, type[OfflineConfig]] = {
     "sft": SftConfig,

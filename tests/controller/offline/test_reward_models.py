@@ -17,8 +17,8 @@ from controller.offline.tokenized import Row, scored_row
 from controller.training_loop import Outcome
 from examples.addition import data
 from examples.addition.warm_start import tokenizer
-from tests.controller.json_lines import write_lines
 from tests.controller.offline.local_run import undeclared_metrics
+from tests.json_lines import write_lines
 from workers.errors import DataError
 from workers.rendering import Renderer
 

@@ -15,8 +15,8 @@ from controller.config.offline import (
 from controller.config.schema import load_as
 from controller.lifecycle.model_checks import check_models
 from controller.preflight.offline_checks import check_offline
-from tests.controller.json_lines import write_lines
 from tests.controller.tokenizer_file import END
+from tests.json_lines import write_lines
 from tests.refusals import refused, refused_rows
 
 

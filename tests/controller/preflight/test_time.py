@@ -20,7 +20,7 @@ from controller.preflight.time_inputs import (
     shape_of,
     workload_of,
 )
-from tests.controller.json_lines import write_lines
+from tests.json_lines import write_lines
 from tests.refusals import refused
 
 LAUNCH = Path("examples/launch/sixty_four_gpus.yaml").resolve()

@@ -12,9 +12,9 @@ from controller.sampling.jobs import Job, JobRequest, checked_settings, read_job
 from controller.sampling.models import choose_model
 from controller.sampling.output import SamplesFile
 from controller.sampling.sampling_run import Attempts, failures_of, sample_missing
-from tests.controller.json_lines import read_lines
 from tests.controller.stand_ins.run import StandIns
 from tests.end_to_end.faults import Listening
+from tests.json_lines import read_lines
 
 SETTINGS = (
     "model.path=model",
