@@ -19,38 +19,31 @@ def predictions(**columns: list[float]) -> PackedTokens:
     return PackedTokens(columns=of_tokens, sequence_index=ROWS, num_sequences=2)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        ("token_mean", [1 / 10] * 4),
-        ("sequence_mean_token_mean", [1 / (4 * 3)] * 3 + [1 / (4 * 1)]),
-        ("sequence_mean_token_sum", [1 / 4] * 4),
-        ("sequence_mean_token_sum_norm", [1 / (4 * 8)] * 4),
-        ("group_mean_token_mean", [1 / (2 * 6)] * 3 + [1 / (2 * 7)]),
-    ],
-)
-def test_weights_of_sequences(aggregation: str, expected: list[float]) -> None:
-    weights = token_weights(
-        predictions(group_tokens=[6, 6, 6, 7]), DENOMINATORS, aggregation, constant_length=8
-    )
-    assert weights.tolist() == pytest.approx(expected)
+# Of the first row's sample the row has three of five tokens, and three samples have the four rows.
+ALONE = {"group_tokens": [6, 6, 6, 7]}
+SAMPLES = {"sample_tokens": [5, 5, 5, 2], "mini_batch_samples": [3, 3, 3, 3]}
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"),
+    ("columns", "aggregation", "expected"),
     [
-        ("token_mean", [1 / 10] * 4),
-        ("sequence_mean_token_mean", [1 / (3 * 5)] * 3 + [1 / (3 * 2)]),
-        ("sequence_mean_token_sum", [1 / 3] * 4),
-        ("sequence_mean_token_sum_norm", [1 / (3 * 8)] * 4),
+        (ALONE, "token_mean", [1 / 10] * 4),
+        (ALONE, "sequence_mean_token_mean", [1 / (4 * 3)] * 3 + [1 / (4 * 1)]),
+        (ALONE, "sequence_mean_token_sum", [1 / 4] * 4),
+        (ALONE, "sequence_mean_token_sum_norm", [1 / (4 * 8)] * 4),
+        (ALONE, "group_mean_token_mean", [1 / (2 * 6)] * 3 + [1 / (2 * 7)]),
+        (SAMPLES, "token_mean", [1 / 10] * 4),
+        (SAMPLES, "sequence_mean_token_mean", [1 / (3 * 5)] * 3 + [1 / (3 * 2)]),
+        (SAMPLES, "sequence_mean_token_sum", [1 / 3] * 4),
+        (SAMPLES, "sequence_mean_token_sum_norm", [1 / (3 * 8)] * 4),
     ],
 )
-def test_a_sample_of_several_rows_is_one_sequence(
-    aggregation: str, expected: list[float]
+def test_weights_of_sequences_and_of_samples_of_several_rows(
+    columns: dict[str, list[float]], aggregation: str, expected: list[float]
 ) -> None:
-    """The first row has three of its sample's five tokens, and three samples have the four rows."""
-    columns = predictions(sample_tokens=[5, 5, 5, 2], mini_batch_samples=[3, 3, 3, 3])
-    weights = token_weights(columns, DENOMINATORS, aggregation, constant_length=8)
+    weights = token_weights(
+        predictions(**columns), DENOMINATORS, aggregation, constant_length=8
+    )
     assert weights.tolist() == pytest.approx(expected)
 
 

@@ -2,7 +2,6 @@
 them.
 """
 
-import math
 import struct
 from dataclasses import replace
 
@@ -11,20 +10,19 @@ import torch
 import torch.distributed as dist
 
 from tests.refusals import refused
-from tests.workers.model.losses.loss_cases import tokens_of, with_log_probs
+from tests.workers.model.cpu_engine import build_engine, gradients_of
+from tests.workers.model.losses.loss_cases import ORDER, with_log_probs
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.metrics import results
-from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
+from workers.config.roles import LossConfig
 from workers.errors import DataError
-from workers.model.engine import TrainingEngine
 from workers.model.losses import (
     Denominators,
     hold_back,
     make_policy_loss,
     prepare,
-    to_metrics,
 )
 
 CONFIGS = {
@@ -33,7 +31,6 @@ CONFIGS = {
         "clip_cov", covariance_fraction=0.1, clip_cov_low=0.1, clip_cov_high=2.0
     ),
 }
-ORDER = [7, 2, 10, 0, 5, 1, 3, 9, 6, 8, 4]
 
 
 def covariances(sequences: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,18 +55,6 @@ def test_kl_cov_holds_back_the_highest_covariances():
     held_back = held_back_of(sequences, CONFIGS["kl_cov"])
     assert torch.equal(held_back[mask], expected)
     assert not held_back[~mask].any()
-
-
-def test_clip_cov_draws_its_share_from_the_band():
-    sequences = random_sequences()
-    covariance, mask = covariances(sequences)
-    drawn = held_back_of(sequences, CONFIGS["clip_cov"])[mask]
-    assert int(drawn.sum()) == int(0.1 * len(covariance))
-    assert ((covariance[drawn] > 0.1) & (covariance[drawn] < 2.0)).all()
-    # A draw, not a ranking: neither the lowest nor the highest of the band.
-    band = covariance[(covariance > 0.1) & (covariance < 2.0)].sort().values
-    assert not torch.equal(covariance[drawn].sort().values, band[: int(drawn.sum())])
-    assert not torch.equal(covariance[drawn].sort().values, band[-int(drawn.sum()) :])
 
 
 def test_the_band_is_without_its_bounds() -> None:
@@ -119,24 +104,6 @@ def test_clip_cov_draws_the_tokens_with_the_highest_hashes() -> None:
     highest = sorted(candidates, key=lambda token: priorities[token])[-count:]
     held_back = held_back_of(sequences, CONFIGS["clip_cov"])[mask]
     assert held_back.nonzero().flatten().tolist() == sorted(highest)
-
-
-def test_clip_cov_draws_evenly():
-    """Over many batches the drawn tokens are a uniform sample of the band, by covariance and by position."""
-    config = LossConfig(
-        "clip_cov", covariance_fraction=0.05, clip_cov_low=0.0, clip_cov_high=9.0
-    )
-    ranks = []
-    for seed in range(150):
-        sequences = random_sequences(seed=seed)
-        covariance, mask = covariances(sequences)
-        band = (covariance > 0) & (covariance < 9.0)
-        drawn = held_back_of(sequences, config)[mask][band]
-        ranks.append(
-            (covariance[band].argsort().argsort().double() / (int(band.sum()) - 1))[drawn]
-        )
-    mean_rank, count = float(torch.cat(ranks).mean()), len(torch.cat(ranks))
-    assert abs(mean_rank - 0.5) < 4 * math.sqrt(1 / 12 / count)
 
 
 def test_of_a_small_share_the_highest_covariance_alone_is_held_back() -> None:
@@ -199,35 +166,6 @@ def test_all_ranks_draw_the_line_together(name, ranks: RankPool):
         assert torch.equal(held, expected[row]), row
 
 
-def of_tokens(config: LossConfig) -> tuple[float, list[float], dict[str, float]]:
-    """Ratios 2 and 3, advantages 1 and -4; the second token is held back."""
-    predictions = tokens_of(
-        [math.log(2), math.log(3)], old_log_probs=[0.0, 0.0], advantages=[1.0, -4.0]
-    )
-    predictions.columns["held_back"] = torch.tensor([False, True])
-    loss, statistics = make_policy_loss(config)(predictions, Denominators(2, 1))
-    loss.backward()
-    return (
-        loss.item(),
-        predictions.log_probs.grad.tolist(),
-        results(to_metrics([statistics])),
-    )
-
-
-def test_clip_cov_by_hand():
-    loss, gradient, metrics = of_tokens(LossConfig("clip_cov", clip_high=9.0))
-    assert loss == pytest.approx(-2 / 2)
-    assert gradient == pytest.approx([-1.0, 0.0])
-    assert metrics["held_back_fraction"] == 0.5
-
-
-def test_kl_cov_by_hand():
-    loss, gradient, metrics = of_tokens(LossConfig("kl_cov", kl_cov_coefficient=0.5))
-    assert loss == pytest.approx((-2 + 3 * 4 + 0.5 * math.log(3)) / 2)
-    assert gradient == pytest.approx([-1.0, (3 * 4 + 0.5) / 2])
-    assert metrics["held_back_fraction"] == 0.5
-
-
 def test_missing_columns_are_named():
     sequences = with_log_probs(random_sequences())
     del sequences.tokens["old_log_probs"]
@@ -250,12 +188,7 @@ def test_the_engine_holds_back_over_the_whole_mini_batch(name, tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences()
     gradients, metrics = [], []
     for micro_batches in ([(0, 11)], [(0, 4), (4, 4), (4, 11)]):
-        engine = TrainingEngine(
-            ModelConfig(path=path, dtype="float64"),
-            optimizer=OptimizerConfig(),
-            total_steps=1,
-            device="cpu",
-        )
+        engine = build_engine(path)
         passed = engine.forward_backward(
             sequences,
             micro_batches,
@@ -263,9 +196,7 @@ def test_the_engine_holds_back_over_the_whole_mini_batch(name, tmp_path):
             Denominators.of(sequences),
         )
         metrics.append(results(passed))
-        gradients.append(
-            torch.cat([p.grad.full_tensor().flatten() for p in engine.module.parameters()])
-        )
+        gradients.append(gradients_of(engine))
     assert metrics[0]["held_back_fraction"] > 0
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
     assert relative_error(gradients[1], gradients[0]) < 1e-9

@@ -2,19 +2,20 @@
 configuration.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from controller.config import load
-from tests.workers.model.losses.loss_cases import tokens_of
+from tests.workers.model.cpu_engine import build_engine, gradients_of
+from tests.workers.model.losses.loss_cases import loss_and_gradient
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.batch.dataproto import DataProto
-from workers.batch.metrics import results
-from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
+from workers.config.roles import LossConfig
 from workers.errors import ConfigError
-from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, kl_of_loss, make_policy_loss, to_metrics
+from workers.model.losses import Denominators, kl_of_loss, make_policy_loss
 
 LOGITS = torch.tensor([0.4, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.tensor([0.2, 0.5, 0.1, 0.2], dtype=torch.float64)
@@ -84,34 +85,28 @@ def test_straight_through_keeps_the_value_of_the_estimate():
 
 
 def test_importance_by_hand():
-    predictions = tokens_of(
-        [-1.0], advantages=[0.0], old_log_probs=[-1.5], reference_log_probs=[-3.0]
-    )
     config = LossConfig(kl_coefficient=1.0, kl_estimator="k1", kl_correction="importance")
-    loss, statistics = make_policy_loss(config)(predictions, Denominators(1, 1))
-    loss.backward()
-    ratio = torch.tensor(0.5).exp().item()
-    assert loss.item() == pytest.approx(ratio * 2)
-    assert results(to_metrics([statistics]))["reference_kl"] == pytest.approx(ratio * 2)
-    assert predictions.log_probs.grad.item() == pytest.approx(ratio * 2 + ratio)
+    loss, gradient, metrics = loss_and_gradient(
+        config,
+        [-1.0],
+        advantages=[0.0],
+        old_log_probs=[-1.5],
+        reference_log_probs=[-3.0],
+    )
+    ratio = math.exp(0.5)
+    assert loss == metrics["reference_kl"] == pytest.approx(ratio * 2)
+    assert gradient == pytest.approx([ratio * 2 + ratio])
 
 
-def gradients_of(path: str, sequences: DataProto, *overrides: str) -> Tensor:
+def kl_gradients(path: str, sequences: DataProto, *overrides: str) -> Tensor:
     """All gradients of an engine, of the KL alone, as a run with these settings has them."""
     settings = [f"model.path={path}", "algorithm.loss.kl_coefficient=1", *overrides]
     loss = make_policy_loss(load(None, settings).algorithm.loss)
-    engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float64"),
-        optimizer=OptimizerConfig(),
-        total_steps=1,
-        device="cpu",
-    )
+    engine = build_engine(path)
     engine.forward_backward(
         sequences, [(0, len(sequences))], loss, Denominators.of(sequences)
     )
-    return torch.cat(
-        [parameter.grad.full_tensor().flatten() for parameter in engine.module.parameters()]
-    )
+    return gradients_of(engine)
 
 
 def test_the_settings_reach_the_gradients(tmp_path):
@@ -119,8 +114,8 @@ def test_the_settings_reach_the_gradients(tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences()
     del sequences.tokens["old_log_probs"]  # as where a step has one update
     sequences.columns["advantages"].zero_()
-    right = gradients_of(path, sequences, "algorithm.loss.kl_estimator=k2")
-    assert relative_error(gradients_of(path, sequences), right) > 0.1
+    right = kl_gradients(path, sequences, "algorithm.loss.kl_estimator=k2")
+    assert relative_error(kl_gradients(path, sequences), right) > 0.1
     for correction in ("straight_through", "importance"):
-        found = gradients_of(path, sequences, f"algorithm.loss.kl_correction={correction}")
+        found = kl_gradients(path, sequences, f"algorithm.loss.kl_correction={correction}")
         assert relative_error(found, right) < 1e-9

@@ -203,31 +203,25 @@ def test_a_vocabulary_shared_over_ranks_gives_the_same(
         )
 
 
+FAR_WEIGHT = torch.cat([500.0 + torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2)])
+"""The first rank's logits are about 1,000 above the second's: their exp overflows unless the greatest is taken."""
+FAR_TARGETS = torch.tensor([0, 3, 7])
+
+
 def far_logits_with_a_share() -> Tensor:
-    """The first rank's logits are about 1,000 above the second's: their exp overflows unless the greatest is
-    taken.
-    """
-    rank = dist.get_rank()
-    hidden = torch.ones(3, 2, dtype=torch.float32)
-    weight = torch.full((4, 2), 500.0 if rank == 0 else 0.0) + torch.arange(8.0).reshape(
-        4, 2
-    ) * (1 - rank)
+    first = 4 * dist.get_rank()
     log_probs, _ = linear_log_probs(
-        hidden,
-        weight,
+        torch.ones(3, 2),
+        FAR_WEIGHT[first : first + 4],
         None,
-        torch.tensor([0, 3, 7]),
+        FAR_TARGETS,
         group=dist.group.WORLD,
-        first_id=4 * rank,
+        first_id=first,
     )
     return log_probs
 
 
 def test_a_shared_vocabulary_takes_the_greatest_logit_of_all_ranks(ranks: RankPool) -> None:
-    weight = torch.cat(
-        [torch.full((4, 2), 500.0) + torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2)]
-    ).double()
-    logits = weight.sum(-1)
-    expected = (logits - logits.logsumexp(-1))[[0, 3, 7]].float()
+    expected = FAR_WEIGHT.double().sum(-1).log_softmax(-1)[FAR_TARGETS].float()
     for log_probs in ranks.run(far_logits_with_a_share, 2):
         torch.testing.assert_close(log_probs, expected)

@@ -5,7 +5,6 @@ hand.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from tests.workers.model.losses.loss_cases import (
     computed_in_parts,
+    logs,
+    loss_and_gradient,
     tokens_of,
     with_log_probs,
 )
@@ -50,36 +51,38 @@ def ppo_clip(
 
 
 def cispo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    weights = [
-        min(max(math.exp(d), 1 - config.clip_low), 1 + config.clip_high)
-        for d in (log_probs - old).tolist()
-    ]
-    return -torch.tensor(weights, dtype=torch.float64) * advantage * log_probs
+    weights = (
+        (log_probs - old).detach().exp().clamp(1 - config.clip_low, 1 + config.clip_high)
+    )
+    return -weights * advantage * log_probs
 
 
 def gspo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    """The sequence form, eq. 5: one number, repeated so that the mean over its tokens is that number."""
-    ratio = (log_probs.sum().exp() / old.sum().exp()) ** (1 / len(log_probs))
+    """The sequence form, eq. 5: one number, repeated so that the mean over its tokens is that number.
+
+    The geometric mean is taken by its logarithm: products of far ratios would leave float64.
+    """
+    ratio = (log_probs - old).mean().exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(ratio * advantage, bounded * advantage).expand(len(log_probs))
+    loss = (
+        -ratio * advantage
+        if ratio * advantage <= bounded * advantage
+        else -bounded * advantage
+    )
+    return loss.expand(len(log_probs))
 
 
 def gmpo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    """As a product of token objectives |min(r A, clip(r, e^-low, e^high) A)|, its |y|-th root, and the sign
-    of A.
-    """
-    ratio = (log_probs - old).exp()
-    bounded = ratio.clamp(math.exp(-config.clip_low), math.exp(config.clip_high))
-    objectives = torch.minimum(ratio * advantage, bounded * advantage).abs()
-    return -(
-        objectives.prod() ** (1 / len(log_probs)) * math.copysign(1.0, advantage)
-    ).expand(len(log_probs))
+    """The |y|-th root of a product of |min(r A, clip(r, e^-low, e^high) A)|, with the sign of A, by logarithms."""
+    bounds = (
+        (-math.inf, config.clip_high) if advantage > 0 else (-config.clip_low, math.inf)
+    )
+    return -advantage * (log_probs - old).clamp(*bounds).mean().exp().expand(len(log_probs))
 
 
 def sapo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
     tau = config.sapo_tau_positive if advantage > 0 else config.sapo_tau_negative
-    gate = 1 / (1 + (-tau * ((log_probs - old).exp() - 1)).exp())
-    return -gate * 4 / tau * advantage
+    return -4 / tau * torch.sigmoid(tau * (log_probs - old).expm1()) * advantage
 
 
 REFERENCES: dict[str, Reference] = {
@@ -99,11 +102,6 @@ CONFIGS = {
     "gmpo": LossConfig("gmpo", clip_low=0.2, clip_high=0.5),
     "sapo": LossConfig("sapo", sapo_tau_positive=1.1, sapo_tau_negative=2.3),
 }
-OWN = {
-    "gspo": "sequence_mean_token_mean",
-    "gmpo": "sequence_mean_token_mean",
-    "sapo": "sequence_mean_token_mean",
-}
 
 
 def by_paper(sequences: DataProto, config: LossConfig) -> tuple[float, list[Tensor]]:
@@ -119,7 +117,7 @@ def by_paper(sequences: DataProto, config: LossConfig) -> tuple[float, list[Tens
                 float(part.columns["advantages"]),
             )
             losses.append(REFERENCES[config.name](log_probs[mask], old, advantage, config))
-    if OWN.get(config.name) == "sequence_mean_token_mean":
+    if config.name in ("gspo", "gmpo", "sapo"):
         loss = torch.stack([token_losses.mean() for token_losses in losses]).mean()
     else:
         loss = torch.cat(losses).mean()
@@ -182,93 +180,97 @@ def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, orde
         )
 
 
-def loss_and_gradient(
-    config: LossConfig, log_probs: list[float], lengths: list[int], **columns: list[float]
-):
-    predictions = tokens_of(log_probs, lengths, **columns)
-    loss, statistics = make_policy_loss(config)(
-        predictions, Denominators(len(log_probs), len(lengths))
+HELD_BACK = (2.0, 3.0), [2], [1.0, -4.0]
+HALF_CLIPPED = {"clip_fraction": 0.5}
+SAPO = LossConfig("sapo", sapo_tau_positive=2.0)
+GATE = 1 / (1 + math.exp(-2 * 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "ratios", "lengths", "advantages", "loss", "gradient", "metrics"),
+    [
+        # Rising above 1 + high with a good token, falling below 1 - low with a bad one: no gradient.
+        (
+            LossConfig(clip_low=0.2, clip_high=0.4),
+            (1.5, 0.5, 1.5, 0.5),
+            [4],
+            [1.0, 1.0, -1.0, -1.0],
+            -(1.4 + 0.5 - 1.5 - 0.8) / 4,
+            [0.0, -0.125, 0.375, 0.0],
+            HALF_CLIPPED,
+        ),
+        # Ratio 5 counts as 3, ratio 2 as it is.
+        (
+            LossConfig(dual_clip=3.0),
+            (5.0, 2.0),
+            [2],
+            [-2.0, -2.0],
+            (3 * 2 + 2 * 2) / 2,
+            [0.0, 2.0],
+            {"dual_clip_fraction": 0.5},
+        ),
+        # Clipped tokens keep their gradient.
+        (
+            LossConfig("cispo", clip_high=0.5),
+            (3.0, 1.2),
+            [2],
+            [1.0, 1.0],
+            -(1.5 * math.log(3.0) + 1.2 * math.log(1.2)) / 2,
+            [-0.75, -0.6],
+            HALF_CLIPPED,
+        ),
+        # Geometric means: sqrt(4 * 1) = 2, above 1.2, and sqrt(1.21 / 1.21) = 1. Gradients are -s A /
+        # (sequences * tokens).
+        (
+            LossConfig("gspo"),
+            (4.0, 1.0, 1.21, 1 / 1.21),
+            [2, 2],
+            [1.0] * 4,
+            -(1.2 + 1.0) / 2,
+            [0.0, 0.0, -0.25, -0.25],
+            HALF_CLIPPED,
+        ),
+        # The policy gradient on policy: sigmoid(0) * 4 / 2. It fades away from it.
+        (SAPO, (1.0,), [1], [1.0], -1.0, [-1.0], {"sapo_gate": 1.0}),
+        (
+            SAPO,
+            (3.0,),
+            [1],
+            [1.0],
+            -2 * GATE,
+            [-3 * 4 * GATE * (1 - GATE)],
+            {"sapo_gate": 4 * GATE * (1 - GATE)},
+        ),
+        (
+            LossConfig("clip_cov", clip_high=9.0),
+            *HELD_BACK,
+            -2 / 2,
+            [-1.0, 0.0],
+            {"held_back_fraction": 0.5},
+        ),
+        (
+            LossConfig("kl_cov", kl_cov_coefficient=0.5),
+            *HELD_BACK,
+            (-2 + 3 * 4 + 0.5 * math.log(3)) / 2,
+            [-1.0, (3 * 4 + 0.5) / 2],
+            {"held_back_fraction": 0.5},
+        ),
+    ],
+)
+def test_losses_by_hand(config, ratios, lengths, advantages, loss, gradient, metrics):
+    """Of tokens whose old log-prob is 0. The covariance losses hold back the second."""
+    count = len(ratios)
+    actual_loss, actual_gradient, actual_metrics = loss_and_gradient(
+        config,
+        logs(*ratios),
+        lengths,
+        old_log_probs=[0.0] * count,
+        advantages=advantages,
+        held_back=[False, True, False, False][:count],
     )
-    loss.backward()
-    return (
-        loss.item(),
-        predictions.log_probs.grad.tolist(),
-        results(to_metrics([statistics])),
-    )
-
-
-def logs(*values: float) -> list[float]:
-    return [math.log(value) for value in values]
-
-
-def test_ppo_clip_bounds_are_separate_and_depend_on_the_sign_of_the_advantage():
-    loss, gradient, metrics = loss_and_gradient(
-        LossConfig(clip_low=0.2, clip_high=0.4),
-        logs(1.5, 0.5, 1.5, 0.5),
-        [4],
-        old_log_probs=[0.0] * 4,
-        advantages=[1.0, 1.0, -1.0, -1.0],
-    )
-    assert loss == pytest.approx(-(1.4 + 0.5 - 1.5 - 0.8) / 4)
-    # Rising above 1 + high with a good token, falling below 1 - low with a bad one: no gradient.
-    assert gradient == pytest.approx([0.0, -0.125, 0.375, 0.0])
-    assert metrics["clip_fraction"] == 0.5
-
-
-def test_dual_clip_bounds_the_loss_of_bad_tokens_alone():
-    loss, gradient, metrics = loss_and_gradient(
-        LossConfig(dual_clip=3.0),
-        logs(5.0, 2.0),
-        [2],
-        old_log_probs=[0.0] * 2,
-        advantages=[-2.0, -2.0],
-    )
-    # Ratio 5 counts as 3, ratio 2 as it is.
-    assert loss == pytest.approx((3 * 2 + 2 * 2) / 2)
-    assert gradient == pytest.approx([0.0, 2.0])
-    assert metrics["dual_clip_fraction"] == 0.5
-
-
-def test_cispo_keeps_the_gradient_of_clipped_tokens():
-    loss, gradient, metrics = loss_and_gradient(
-        LossConfig("cispo", clip_high=0.5),
-        logs(3.0, 1.2),
-        [2],
-        old_log_probs=[0.0] * 2,
-        advantages=[1.0, 1.0],
-    )
-    assert loss == pytest.approx(-(1.5 * math.log(3.0) + 1.2 * math.log(1.2)) / 2)
-    assert gradient == pytest.approx([-0.75, -0.6])
-    assert metrics["clip_fraction"] == 0.5
-
-
-def test_gspo_clips_whole_sequences():
-    # Geometric means: sqrt(4 * 1) = 2, above 1.2, and sqrt(1.21 / 1.21) = 1.
-    loss, gradient, metrics = loss_and_gradient(
-        LossConfig("gspo"),
-        logs(4.0, 1.0, 1.21, 1 / 1.21),
-        [2, 2],
-        old_log_probs=[0.0] * 4,
-        advantages=[1.0] * 4,
-    )
-    assert loss == pytest.approx(-(1.2 + 1.0) / 2)
-    # -s A / (sequences * tokens).
-    assert gradient == pytest.approx([0.0, 0.0, -0.25, -0.25])
-    assert metrics["clip_fraction"] == 0.5
-
-
-def test_sapo_has_the_policy_gradient_on_policy_and_fades_away_from_it():
-    config = LossConfig("sapo", sapo_tau_positive=2.0)
-    loss, gradient, metrics = loss_and_gradient(
-        config, [0.0], [1], old_log_probs=[0.0], advantages=[1.0]
-    )
-    # sigmoid(0) * 4 / 2.
-    assert (loss, gradient[0], metrics["sapo_gate"]) == pytest.approx((-1.0, -1.0, 1.0))
-    _, gradient, _ = loss_and_gradient(
-        config, logs(3.0), [1], old_log_probs=[0.0], advantages=[1.0]
-    )
-    gate = 1 / (1 + math.exp(-2 * 2))
-    assert gradient[0] == pytest.approx(-3 * 4 * gate * (1 - gate))
+    assert actual_loss == pytest.approx(loss)
+    assert actual_gradient == pytest.approx(gradient)
+    assert actual_metrics == pytest.approx(actual_metrics | metrics)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "cispo", "gspo", "gmpo", "sapo"])
@@ -304,20 +306,3 @@ def test_a_custom_loss_reads_the_columns_and_objects_of_each_sequence() -> None:
         (1, [0, 0]),
         (1, [0]),
     ]
-
-
-def test_a_custom_loss_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
-    (tmp_path / "losses.py").write_text(
-        "from workers.model.losses import policy_loss\n\n\n"
-        "@policy_loss('of a file', aggregation='token_mean')\n"
-        "def loss(predictions, config):\n"
-        "    return -predictions.log_probs, {}\n"
-    )
-    by_file = make_policy_loss(
-        LossConfig("custom", function=f"{tmp_path / 'losses.py'}:loss")
-    ).loss
-    assert by_file is POLICY_LOSSES.pop("of a file")
-    by_name = make_policy_loss(
-        LossConfig("custom", function="workers.model.losses.ratio_losses:gmpo")
-    ).loss
-    assert by_name is POLICY_LOSSES["gmpo"]

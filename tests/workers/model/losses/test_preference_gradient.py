@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from controller.config.offline import PreferenceLossConfig
 from controller.offline.preference_losses import pair_loss
 from tests.workers.model.cases import Way, random_plan, way
+from tests.workers.model.cpu_engine import build_engine
+from tests.workers.model.exact import whole_gradients
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import (
     random_sequences,
@@ -20,10 +22,7 @@ from tests.workers.model.tiny import (
     unpacked_log_probs,
 )
 from workers.batch.dataproto import DataProto
-from workers.config.roles import ModelConfig, OptimizerConfig
-from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, weighted_log_probs
-from workers.model.sharding.parallel import full_tensor
 
 BETA = 0.3
 COUNT = 10
@@ -61,14 +60,7 @@ def on_a_rank(
     path: str, way: Way, seed: int, layout: str
 ) -> tuple[float, dict[str, Tensor]]:
     """What the trainer does, with the driver's part on every rank: (loss, whole gradients)."""
-    model = ModelConfig(path=path, dtype="float64", layout=layout)
-    engine = TrainingEngine(
-        model,
-        optimizer=OptimizerConfig(),
-        total_steps=1,
-        device="cpu",
-        parallel=way.parallel,
-    )
+    engine = build_engine(path, layout=layout, parallel=way.parallel)
     every, share = pairs(), random_plan(way.dp, seed, COUNT)[dp_rank(engine.parallel)]
     mine = every.select_idxs(share.rows)
     log_probs = torch.zeros(COUNT, dtype=torch.float64)
@@ -83,10 +75,7 @@ def on_a_rank(
     engine.forward_backward(
         weighted, share.micro_batches, weighted_log_probs, Denominators.of(every)
     )
-    return found.loss, {
-        name: full_tensor(p.grad).clone()
-        for name, p in engine.module.model.named_parameters()
-    }
+    return found.loss, whole_gradients(engine)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 calls.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,18 +12,14 @@ from torch import Tensor
 
 from tests.refusals import refused
 from tests.workers.model.losses.loss_cases import computed_in_parts, with_log_probs
+from tests.workers.model.losses.test_policy_losses import cispo, gspo, ppo_clip
 from tests.workers.model.tiny import random_sequences
 from workers.batch.dataproto import DataProto
 from workers.config.loss import SUM_LOSS_NAMES, SumLossConfig
+from workers.config.roles import LossConfig
 from workers.model.losses import Denominators, make_sum_loss
 
-Reference = Callable[[Tensor, Tensor, float, SumLossConfig], Tensor]
-"""Of one sequence: (log_probs [n], sampler's [n], advantage, settings) -> loss of each token [n]."""
 ONE = Denominators(1.0, 1.0)
-
-
-def bounded(ratio: float, config: SumLossConfig) -> float:
-    return min(max(ratio, config.ratio_low), config.ratio_high)
 
 
 def importance_sampling(
@@ -34,38 +28,10 @@ def importance_sampling(
     return -(log_probs - sampled).exp() * advantage
 
 
-def ppo(
-    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
-) -> Tensor:
-    ratios = (log_probs - sampled).exp()
-    clipped = torch.tensor(
-        [bounded(r, config) for r in ratios.tolist()], dtype=torch.float64
-    )
-    return torch.where(
-        clipped * advantage < ratios * advantage, -clipped * advantage, -ratios * advantage
-    )
-
-
-def cispo(
-    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
-) -> Tensor:
-    weights = [bounded(math.exp(d), config) for d in (log_probs - sampled).tolist()]
-    return -torch.tensor(weights, dtype=torch.float64) * advantage * log_probs
-
-
 def dro(
     log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
 ) -> Tensor:
     return -(log_probs * advantage - 0.5 * config.beta * (log_probs - sampled) ** 2)
-
-
-def gspo(
-    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
-) -> Tensor:
-    """The sequence form, repeated at each token."""
-    ratio = (log_probs.sum() - sampled.sum()).div(len(log_probs)).exp()
-    clipped = ratio.clamp(config.ratio_low, config.ratio_high)
-    return -torch.minimum(ratio * advantage, clipped * advantage).expand(len(log_probs))
 
 
 def cross_entropy(
@@ -74,14 +40,22 @@ def cross_entropy(
     return -sampled * log_probs  # the test's weights
 
 
-REFERENCES: dict[str, Reference] = {
+OF_POLICIES = {"ppo": ppo_clip, "cispo": cispo, "gspo": gspo}
+OF_SUMS = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
-    "ppo": ppo,
-    "cispo": cispo,
     "dro": dro,
-    "gspo": gspo,
 }
+
+
+def token_losses(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
+    """Losses [n] of one sequence: (log_probs [n], sampler's [n], advantage, settings)."""
+    if config.name in OF_SUMS:
+        return OF_SUMS[config.name](log_probs, sampled, advantage, config)
+    clips = LossConfig(clip_low=1 - config.ratio_low, clip_high=config.ratio_high - 1)
+    return OF_POLICIES[config.name](log_probs, sampled, advantage, clips)
 
 
 def sequences(name: str) -> DataProto:
@@ -96,24 +70,20 @@ def sequences(name: str) -> DataProto:
 
 
 def expected(name: str, config: SumLossConfig) -> tuple[float, list[Tensor]]:
-    whole, total, gradients = sequences(name), 0.0, []
-    for row in range(len(whole)):
+    whole = sequences(name)
+    lengths = whole.lengths.tolist()
+    log_probs = whole.tokens["log_probs"].clone().requires_grad_()
+    total = 0 * log_probs.sum()  # a clip may leave nothing else to differentiate
+    for row, values in enumerate(log_probs.split(lengths)):
         part = whole.slice(row, row + 1)
-        log_probs = part.tokens["log_probs"].clone().requires_grad_()
         learned = part.tokens["loss_mask"]
         if learned.any():
-            sampled, advantage = (
-                part.tokens["rollout_log_probs"][learned],
-                float(part.columns["advantages"]),
-            )
-            losses = REFERENCES[name](log_probs[learned], sampled, advantage, config)
-            loss = (losses * part.tokens["mask"][learned]).sum()
-            loss.backward()
-            total += loss.item()
-        gradients.append(
-            torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
-        )
-    return total, gradients
+            sampled = part.tokens["rollout_log_probs"][learned]
+            advantage = float(part.columns["advantages"])
+            losses = token_losses(values[learned], sampled, advantage, config)
+            total = total + (losses * part.tokens["mask"][learned]).sum()
+    total.backward()
+    return total.item(), list(log_probs.grad.split(lengths))
 
 
 @settings(max_examples=10, deadline=None)
