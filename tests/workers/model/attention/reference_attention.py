@@ -4,6 +4,8 @@ reference.
 transformers' own eager functions take the softmax in float32, which would hide errors below 1e-7 in float64.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -38,6 +40,26 @@ def reference_attention(
             [scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1
         )
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
+
+
+def all_scores_at_once(
+    tensors: Sequence[Tensor],
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of query, key and value within segments of a row, [1, L, H, D]."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(owner))
+    distance = place[:, None] - place
+    visible = (owner[:, None] == owner) & (distance >= 0)
+    visible &= distance < (window or len(place))
+    mask = torch.zeros(visible.shape, dtype=tensors[0].dtype)
+    mask.masked_fill_(~visible, -torch.inf)
+    module = torch.nn.Identity()
+    return reference_attention(module, *tensors, mask, scale, softcap, sinks)[0]
 
 
 AttentionInterface.register(REFERENCE_ATTENTION, reference_attention)

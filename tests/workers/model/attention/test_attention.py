@@ -14,7 +14,6 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
-from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
@@ -130,6 +129,8 @@ def test_a_cache_that_holds_tokens_is_refused(model, row):
 
 
 HALF = torch.bfloat16
+FLASH3 = {"flash_attn_interface"}
+BOTH = FLASH3 | {"flash_attn.cute"}
 HOPPER, AMPERE, BLACKWELL, CONSUMER_BLACKWELL = 9, 8, 10, 12
 
 
@@ -317,70 +318,20 @@ def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("setting", "device", "dtype", "generation", "packages", "chosen"),
     [
-        ("auto", CUDA, HALF, HOPPER, {"flash_attn_interface"}, "FA3"),
-        ("flash3", CUDA, HALF, HOPPER, {"flash_attn_interface"}, "FA3"),
-        ("varlen", CUDA, HALF, HOPPER, {"flash_attn_interface"}, None),
+        ("auto", CUDA, HALF, HOPPER, FLASH3, "FA3"),
         ("auto", CUDA, HALF, HOPPER, set(), None),
-        ("auto", CUDA, HALF, AMPERE, {"flash_attn_interface"}, None),
-        ("auto", CUDA, torch.float32, HOPPER, {"flash_attn_interface"}, None),
-        ("auto", CPU, HALF, HOPPER, {"flash_attn_interface"}, None),
-        ("auto", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, "FA4"),
-        ("auto", CUDA, HALF, BLACKWELL, {"flash_attn_interface", "flash_attn.cute"}, "FA4"),
-        ("flash4", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, "FA4"),
-        ("flash3", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, "FA3"),
-        ("varlen", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, None),
+        ("auto", CUDA, HALF, AMPERE, FLASH3, None),
+        ("auto", CUDA, torch.float32, HOPPER, FLASH3, None),
+        ("auto", CPU, HALF, HOPPER, FLASH3, None),
+        ("auto", CUDA, HALF, HOPPER, BOTH, "FA4"),
+        ("auto", CUDA, HALF, BLACKWELL, BOTH, "FA4"),
+        ("flash4", CUDA, HALF, HOPPER, BOTH, "FA4"),
+        ("flash3", CUDA, HALF, HOPPER, BOTH, "FA3"),
+        ("varlen", CUDA, HALF, HOPPER, BOTH, None),
     ],
 )
 def test_flash_implementation_follows_card_and_package(
     setting, device, dtype, generation, packages, chosen
 ):
-    assert (
-        flash_implementation(
-            setting, device, dtype, Installed(generation, frozenset(packages))
-        )
-        == chosen
-    )
-
-
-@pytest.mark.parametrize(
-    "features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}]
-)
-@pytest.mark.parametrize("window", [1, 3, 7, 100])
-def test_a_window_computed_block_by_block_equals_one_mask(window, features):
-    generator = torch.Generator().manual_seed(0)
-    lengths = (1, 7, 20, 3)
-    query = torch.randn(1, 4, sum(lengths), 8, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(
-        2, 1, 2, sum(lengths), 8, generator=generator, dtype=torch.float64
-    )
-    if "sinks" in features:
-        features = features | {
-            "sinks": torch.randn(4, generator=generator, dtype=torch.float64)
-        }
-    row = pack(
-        DataProto.from_list(
-            [
-                {"input_ids": [1] * length, "loss_mask": [False] * length}
-                for length in lengths
-            ]
-        )
-    )
-    actual = packed_attention("sdpa", row, CPU)(
-        query, key, value, 0.5, window=window, **features
-    )
-    owner = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    place = torch.arange(sum(lengths))
-    distance = place[:, None] - place
-    visible = (owner[:, None] == owner) & (distance >= 0) & (distance < window)
-    mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
-    expected, _ = reference_attention(
-        torch.nn.Identity(),
-        query,
-        key,
-        value,
-        mask,
-        0.5,
-        features.get("softcap"),
-        features.get("sinks"),
-    )
-    assert relative_error(actual, expected) < 1e-12
+    installed = Installed(generation, frozenset(packages))
+    assert flash_implementation(setting, device, dtype, installed) == chosen

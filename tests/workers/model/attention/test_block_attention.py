@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.workers.model.attention.reference_attention import reference_attention
+from tests.workers.model.attention.reference_attention import all_scores_at_once
 from tests.workers.model.tiny import relative_error
 from workers.model.attention.block_attention import (
     FEWEST_QUERIES,
@@ -39,15 +39,9 @@ def inputs(
 def all_at_once(
     tensors: dict[str, torch.Tensor], window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    place = torch.arange(tensors["query"].shape[2])
-    distance = place[:, None] - place
-    visible = (distance >= 0) & (distance < (window or len(place)))
-    mask = torch.zeros(visible.shape, dtype=tensors["query"].dtype).masked_fill(
-        ~visible, -torch.inf
-    )
-    ordered = (tensors[name] for name in ("query", "key", "value"))
-    output, _ = reference_attention(
-        torch.nn.Identity(), *ordered, mask, SCALE, softcap, tensors.get("sinks")
+    row = [tensors[name] for name in ("query", "key", "value")]
+    output = all_scores_at_once(
+        row, [row[0].shape[2]], SCALE, window, softcap, tensors.get("sinks")
     )
     return output.transpose(1, 2)
 

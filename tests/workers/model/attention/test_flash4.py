@@ -12,7 +12,7 @@ import torch
 from tests.refusals import refused
 from tests.workers.model.attention import compile_flash4, flash4_twin
 from tests.workers.model.attention.flash4_twin import twin_in_use
-from tests.workers.model.attention.reference_attention import reference_attention
+from tests.workers.model.attention.reference_attention import all_scores_at_once
 from tests.workers.model.tiny import relative_error
 from workers.batch.dataproto import DataProto
 from workers.model.attention import flash4
@@ -37,45 +37,31 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
-def mask_of(lengths: tuple[int, ...], window: int | None) -> torch.Tensor:
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(sum(lengths))
-    distance = place[:, None] - place
-    visible = (
-        (owner[:, None] == owner) & (distance >= 0) & (distance < (window or len(place)))
-    )
-    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
-
-
+@pytest.mark.parametrize(
+    ("backend", "softcap"), [("flash4", None), ("sdpa", None), ("sdpa", 1.5)]
+)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-def test_a_packed_row_and_its_gradients_equal_all_scores_at_once(calls, window, has_sinks):
+def test_a_packed_row_and_its_gradients_equal_all_scores_at_once(
+    calls, window, has_sinks, backend, softcap
+):
     tokens = sum(LENGTHS)
     inputs = [drawn(1, 4, tokens, 8), drawn(1, 2, tokens, 8), drawn(1, 2, tokens, 8)]
     sinks = drawn(4) if has_sinks else None
-    row = pack(
-        DataProto.from_list(
-            [
-                {"input_ids": [1] * length, "loss_mask": [False] * length}
-                for length in LENGTHS
-            ]
-        )
-    )
-    features = {"window": window} if window else {}
-    features |= {"sinks": sinks} if has_sinks else {}
-    actual = packed_attention("flash4", row, CPU)(*inputs, SCALE, **features)
-    mask = mask_of(LENGTHS, window)
-    expected, _ = reference_attention(
-        torch.nn.Identity(), *inputs, mask, SCALE, None, sinks
-    )
+    rows = [{"input_ids": [1] * n, "loss_mask": [False] * n} for n in LENGTHS]
+    attention = packed_attention(backend, pack(DataProto.from_list(rows)), CPU)
+    features = {"window": window, "softcap": softcap, "sinks": sinks}
+    used = {name: value for name, value in features.items() if value is not None}
+    actual = attention(*inputs, SCALE, **used)
+    expected = all_scores_at_once(inputs, LENGTHS, SCALE, **features)
     assert relative_error(actual, expected) < 1e-12
     weights = drawn(*expected.shape).detach()
     wanted = inputs + [sinks] * has_sinks
     of_actual = torch.autograd.grad((actual * weights).sum(), wanted)
     of_expected = torch.autograd.grad((expected * weights).sum(), wanted)
-    for gradient, reference in zip(of_actual, of_expected, strict=True):
-        torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-12)
-    assert [call["window_size"] for call in calls] == [(window - 1 if window else None, 0)]
+    torch.testing.assert_close(of_actual, of_expected, rtol=1e-9, atol=1e-12)
+    windows = [(window - 1 if window else None, 0)] * (backend == "flash4")
+    assert [call["window_size"] for call in calls] == windows
 
 
 def test_parts_of_a_ring_give_the_whole_attention_and_its_gradients(calls):
@@ -100,9 +86,8 @@ def test_parts_of_a_ring_give_the_whole_attention_and_its_gradients(calls):
     weights = drawn(*expected.shape).detach()
     of_expected = torch.autograd.grad((expected * weights).sum(), (query, first, second))
     with torch.no_grad():
-        inputs = weights, query, output, lse
         parts = [
-            gradients(inputs[0], inputs[1], key_value, inputs[2], inputs[3], SCALE, block)
+            gradients(weights, query, key_value, output, lse, SCALE, block)
             for key_value, block in ((first, earlier), (second, causal))
         ]
     (query_of_first, of_first), (query_of_second, of_second) = parts

@@ -40,6 +40,8 @@ class Layer(nn.Module):
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
         self.mixer = mixer
+        linears = (part for part in mixer.modules() if isinstance(part, nn.Linear))
+        self.size = next(linears).in_features
 
     def forward(self, hidden: Tensor, packed_attention: Any = None) -> Tensor:
         output = self.mixer(hidden)
@@ -76,17 +78,13 @@ def outcome(layer: Layer, hidden: Tensor, weights: Tensor, *, packed: bool) -> l
 def test_a_row_is_computed_as_its_sequences_alone(family: str) -> None:
     layer = layer_of(family)
     assert follows_rows(layer.mixer) == FAMILIES[family]
-    size = next(
-        child for child in layer.mixer.modules() if isinstance(child, nn.Linear)
-    ).in_features
-    hidden = torch.randn(1, sum(LENGTHS), size, dtype=torch.float64)
+    hidden = torch.randn(1, sum(LENGTHS), layer.size, dtype=torch.float64)
     weights = torch.randn_like(hidden)
     expected = outcome(layer, hidden, weights, packed=False)
     split_by_segment([layer])
     actual = outcome(layer, hidden, weights, packed=True)
     assert len(actual) == len(expected) > 3
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
 def branching_ids(*draws: tuple[int, int, int]) -> list[Tensor]:
@@ -127,12 +125,9 @@ def test_shared_tokens_hand_on_their_state_and_its_gradient(family: str, tree: s
     row = pack_shared(sequences, multiple=7)
     assert row.shares
     layer = layer_of(family)
-    size = next(
-        child for child in layer.mixer.modules() if isinstance(child, nn.Linear)
-    ).in_features
-    hidden = torch.randn(1, row.padded_lengths[0], size, dtype=torch.float64)
+    hidden = torch.randn(1, row.padded_lengths[0], layer.size, dtype=torch.float64)
     cells = row.cells.split(sequences.lengths.tolist())
-    weights = [torch.randn(1, len(part), size, dtype=torch.float64) for part in cells]
+    weights = [torch.randn_like(hidden[:, part]) for part in cells]
 
     def outcome_of(outputs: list[Tensor], hidden: Tensor) -> list[Tensor]:
         total = torch.stack(
@@ -149,8 +144,7 @@ def test_shared_tokens_hand_on_their_state_and_its_gradient(family: str, tree: s
     attention = RowAttention(torch.zeros_like, StateRow.of(row, hidden.device))
     output = layer(hidden, packed_attention=attention)
     actual = outcome_of([output[:, part] for part in cells], hidden)
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -79,28 +79,8 @@ def test_p2_p3_each_sequence_is_padded_and_both_lengths_are_kept():
     )
     row = pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
     assert (row.lengths, row.padded_lengths) == ((2, 4, 6, 1), (4, 4, 8, 4))
-    assert row.input_ids[0].tolist() == [
-        1,
-        1,
-        0,
-        0,
-        2,
-        2,
-        2,
-        2,
-        3,
-        3,
-        3,
-        3,
-        3,
-        3,
-        0,
-        0,
-        4,
-        0,
-        0,
-        0,
-    ]
+    quarters = [[1, 1, 0, 0], [2] * 4, [3] * 4, [3, 3, 0, 0], [4, 0, 0, 0]]
+    assert row.input_ids.view(5, 4).tolist() == quarters
 
 
 @given(lengths_strategy, st.integers(1, 5))

@@ -42,23 +42,26 @@ from workers.model.timing import MicroStepClock
 CPU = torch.device("cpu")
 
 
-def sequences_of(*rows: str) -> DataProto:
-    """A letter a token; the first is not predicted."""
-    ids = [torch.tensor([ord(letter) for letter in row]) for row in rows]
+def sequences_of_ids(rows: list[Tensor]) -> DataProto:
+    """All but the first token of each are predicted."""
     return DataProto.from_list(
-        [{"input_ids": part, "loss_mask": torch.arange(len(part)) > 0} for part in ids]
+        [{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in rows]
     )
 
 
+def sequences_of(*rows: str) -> DataProto:
+    """A letter a token."""
+    return sequences_of_ids([torch.tensor(list(map(ord, row))) for row in rows])
+
+
 def groups(*shapes: tuple[int, list[int]]) -> DataProto:
+    """(prompt's tokens, tokens of its responses) of each."""
     rows = []
     for group, (prompt, responses) in enumerate(shapes):
         for index, response in enumerate(responses):
-            ids = torch.cat(
-                [torch.full((prompt,), 1000 + group), torch.full((response,), index)]
-            )
-            rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= prompt})
-    return DataProto.from_list(rows)
+            ids = torch.tensor([1000 + group] * prompt + [index] * response)
+            rows.append(ids)
+    return sequences_of_ids(rows)
 
 
 def letters(row: SharedRow) -> str:
@@ -188,8 +191,7 @@ def computed(attention: PackedAttention, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (4, 1)])
@@ -230,25 +232,10 @@ def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monk
         ),
     )
     for samples, own, expected in ((40, 1, 2), (4, 60, 0)):
-        responses = [
-            torch.cat([torch.arange(40), torch.full((own,), 100 + sample)])
-            for sample in range(samples)
-        ]
-        two = [
-            torch.cat([torch.tensor([200 + group]), ids])
-            for group in range(2)
-            for ids in responses
-        ]
-        row = pack_shared(
-            DataProto.from_list(
-                [{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two]
-            )
-        )
+        row = pack_shared(groups(*[(41, [own] * samples)] * 2))
         calls.clear()
-        query, key = (
-            torch.randn(1, 8, row.lengths[0], 64),
-            torch.randn(1, 2, row.lengths[0], 64),
-        )
+        query = torch.randn(1, 8, row.lengths[0], 64)
+        key = torch.randn(1, 2, row.lengths[0], 64)
         SharedAttention(row, CPU)(query, key, key, 0.1)
         assert len(calls) == expected
 
@@ -421,17 +408,8 @@ def test_ranks_of_a_ring_have_as_many_cells_of_every_run_and_compute_each_pair_o
 
 def test_ranks_of_a_ring_have_the_same_work_in_every_step_where_zigzag_segments_would_not():
     """As docs/prefixes.md says: a prompt of 500 tokens with 16 responses of about 600, on 8 ranks."""
-    lengths = 500 + np.random.default_rng(0).lognormal(np.log(600), 0.6, 16).astype(int) + 1
-    rows = [
-        torch.where(torch.arange(length) < 500, 0, 1 + index)
-        for index, length in enumerate(lengths)
-    ]
-    row = pack_shared(
-        DataProto.from_list(
-            [{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in rows]
-        ),
-        16,
-    )
+    responses = np.random.default_rng(0).lognormal(np.log(600), 0.6, 16).astype(int) + 1
+    row = pack_shared(groups((500, responses.tolist())), 16)
     work = work_of_a_ring(row, 8)
     assert work.sum(1).max() / work.sum(1).mean() - 1 == pytest.approx(0.001, abs=0.0005)
     assert work.max(0).sum() < 1.01 * work.sum(1).mean()
@@ -493,9 +471,7 @@ def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once
             torch.where(torch.arange(lengths[row]) < prompts[row], 1000 + group[row], row)
             for row in rows
         ]
-        sequences = DataProto.from_list(
-            [{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids]
-        )
+        sequences = sequences_of_ids(ids)
         row = pack_shared(sequences, multiple, minimum)
         width = (row if row.shares else pack(sequences, multiple)).input_ids.shape[1]
         assert width <= plan.sizes[rows].sum() <= plan.max_tokens
@@ -551,39 +527,41 @@ def test_what_cannot_share_says_why_or_does_without(settings, features, facts, r
     )
 
 
-def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
-    config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
-    packed = load_model(config, torch.float32)
-    assert check_numerics(packed, config).largest < 1e-4
-    monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", 0)
-    monkeypatch.setattr(shared_attention, "_level", lambda runs, level: own_only(runs))
-    with pytest.raises(UnsupportedModelError, match=r"model\.share_prefixes=never"):
-        check_numerics(packed, config)
+def without_states(row: PackedRow) -> tuple[list[int], list[int]]:
+    return list(row.padded_lengths), [state_rows.NO_PARENT]
 
 
-def test_a_model_that_hands_on_no_state_is_refused_at_load(tmp_path, monkeypatch):
-    config = ModelConfig(
-        path=save_tiny_model(tmp_path / "model", "nemotron_h"), dtype="float32"
-    )
-    packed = load_model(config, torch.float32)
-    assert check_numerics(packed, config).largest < 1e-4
-    monkeypatch.setattr(
-        state_rows,
-        "cut_runs",
-        lambda row: (list(row.padded_lengths), [state_rows.NO_PARENT]),
-    )
-    with pytest.raises(UnsupportedModelError, match=r"model\.share_prefixes=never"):
-        check_numerics(packed, config)
-
-
-def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:
+def own_only(runs: tuple[Run, ...], level: int) -> list[tuple[range, range]]:
     """A wrong level: the last run sees its own first token once more, in place of its prefix."""
     first = range(runs[-1].first, runs[-1].first + 1)
     return [(first, first)]
 
 
-def test_a_layout_packs_as_before_where_nothing_is_shared(tmp_path):
-    config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
+WRONG = {
+    "qwen2": [
+        (shared_attention, "PRODUCTS_OF_A_CALL", 0),
+        (shared_attention, "_level", own_only),
+    ],
+    "nemotron_h": [(state_rows, "cut_runs", without_states)],
+}
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_a_model_that_shares_wrongly_or_hands_on_no_state_is_refused_at_load(
+    tmp_path, monkeypatch, family
+):
+    path = save_tiny_model(tmp_path / "model", family)
+    config = ModelConfig(path=path, dtype="float32")
+    packed = load_model(config, torch.float32)
+    assert check_numerics(packed, config).largest < 1e-4
+    for patch in WRONG[family]:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(UnsupportedModelError, match=r"model\.share_prefixes=never"):
+        check_numerics(packed, config)
+
+
+def test_a_layout_packs_as_before_where_nothing_is_shared(model):
+    config = ModelConfig(path=model, dtype="float32")
     layout = RowLayout(config, None, load_model(config, torch.float32), CPU, torch.float32)
     assert not isinstance(layout.lay_out(sequences_of("abcdefgh", "hgfedcba")), SharedRow)
     prefix = "a" * config.min_shared_tokens
