@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
+from tests.workers.model.cpu_engine import backward
 from tests.workers.model.exact import CountedCalls
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import (
@@ -19,11 +21,31 @@ from tests.workers.model.tiny import (
 )
 from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, sft
 from workers.model.moe import experts as moe
 from workers.model.moe.expert_adapters import add_expert_adapters
 from workers.model.moe.experts import GroupedExperts
 from workers.model.sharding.tensor_parallel import find_experts
+
+
+def outcome(
+    module: Any, dtype: torch.dtype, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> list[Tensor]:
+    """Outputs, and the gradients of inputs and parameters, in float64."""
+    module.to(dtype).zero_grad()
+    inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weights)]
+    outputs = module(inputs[0], chosen, inputs[1])
+    outputs.square().sum().backward()
+    gradients = [tensor.grad for tensor in (*inputs, *module.parameters())]
+    return [tensor.double() for tensor in (outputs, *gradients)]
+
+
+def random_experts(model: torch.nn.Module) -> tuple[Any, Tensor]:
+    """The first experts of a model, and hidden states of 9 tokens."""
+    module: Any = find_experts(model)[0]
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    size = module.down_proj.shape[-1 if module.is_transposed else 1]
+    return module, torch.randn(9, size, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -35,30 +57,16 @@ def test_rows_by_expert_give_what_transformers_gives(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float64)
     model.set_experts_implementation("eager")
-    module: Any = find_experts(model)[0]
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    hidden = torch.randn(
-        9, module.down_proj.shape[-1 if module.is_transposed else 1], dtype=torch.float64
-    )
+    module, hidden = random_experts(model)
     chosen = torch.tensor(
         [[0, 2], [2, 0], [3, 2], [2, 3], [2, 0], [2, 3], [2, 0], [3, 0], [0, 2]]
     )
-    given = hidden, torch.rand(9, 2, dtype=torch.float64)
-    found = []
-    for each in (torch.float64, dtype):
-        module.to(each).zero_grad()
-        inputs = [tensor.to(each, copy=True).requires_grad_() for tensor in given]
-        outputs = module(inputs[0], chosen, inputs[1])
-        outputs.square().sum().backward()
-        found.append(
-            [outputs, *(tensor.grad for tensor in [*inputs, *module.parameters()])]
-        )
-        GroupedExperts().compute(module)
-    for expected, actual in zip(*found, strict=True):
-        assert relative_error(actual.double(), expected.double()) < (
-            1e-12 if dtype == torch.float64 else 2e-2
-        )
+    inputs = hidden, chosen, torch.rand(9, 2, dtype=torch.float64)
+    expected = outcome(module, torch.float64, *inputs)
+    GroupedExperts().compute(module)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+    for wanted, actual in zip(expected, outcome(module, dtype, *inputs), strict=True):
+        assert relative_error(actual, wanted) < tolerance
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
@@ -68,22 +76,14 @@ def test_adapters_of_any_rank_compute_in_bfloat16(rank: int) -> None:
     config = LoraConfig(rank=rank, target_parameters="experts.gate_up_proj")
     model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"), dtype=torch.float64)
     add_expert_adapters(model, config)
-    module: Any = find_experts(model)[0]
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    hidden = torch.randn(9, module.down_proj.shape[1], dtype=torch.float64)
-    chosen = torch.randint(4, (9, 2))
-    weights = torch.rand(9, 2, dtype=torch.float64)
+    module, hidden = random_experts(model)
+    inputs = hidden, torch.randint(4, (9, 2)), torch.rand(9, 2, dtype=torch.float64)
     GroupedExperts().compute(module)
-    results = []
-    for dtype in (torch.float64, torch.bfloat16):
-        module.to(dtype).zero_grad()
-        outputs = module(hidden.to(dtype), chosen, weights.to(dtype))
-        outputs.square().sum().backward()
-        gradients = [parameter.grad for parameter in module.parameters()]
-        results.append([outputs.detach(), *gradients])
-    for expected, actual in zip(*results, strict=True):
-        assert relative_error(actual.double(), expected.double()) < 3e-2
+    expected = outcome(module, torch.float64, *inputs)
+    for wanted, actual in zip(
+        expected, outcome(module, torch.bfloat16, *inputs), strict=True
+    ):
+        assert relative_error(actual, wanted) < 3e-2
 
 
 class RecordedCalls(CountedCalls):
@@ -131,9 +131,7 @@ def exchanges(arguments: dict[str, Any]) -> tuple[int, int, list[tuple[int, int]
 
     moe.on_host = recorded
     with calls:
-        engine.forward_backward(
-            sequences, [(0, 5), (5, 11)], sft, Denominators.of(sequences)
-        )
+        backward(engine, sequences, [(0, 5), (5, 11)])
     moe.on_host = read
     around = []
     for before, after in calls.around_waits():
