@@ -57,7 +57,7 @@ def backward(
     micro_batches: list[tuple[int, int]] | None = None,
 ) -> Metrics:
     """Accumulate gradients of the supervised loss. micro_batches: by default one of all sequences."""
-    cuts = micro_batches or [(0, len(sequences))]
+    cuts = [(0, len(sequences))] if micro_batches is None else micro_batches
     return engine.forward_backward(sequences, cuts, sft, Denominators.of(sequences))
 
 

@@ -15,13 +15,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
+from tests.workers.model.cpu_engine import backward
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.batch.metrics import results
 from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError
 from workers.model import compiled_layers as compiling
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, sft
 from workers.model.rules.model_rules import compiles
 from workers.model.sharding.parallel import full_tensor
 
@@ -37,7 +37,6 @@ micro-batch) or more.
 
 def trained(
     path: str,
-    parallel: ParallelConfig | None = None,
     steps: int = 3,
     after_step: Callable[[], object] = lambda: None,
     device: str = "cpu",
@@ -54,7 +53,6 @@ def trained(
         optimizer=OptimizerConfig(learning_rate=1e-2),
         total_steps=10,
         device=device,
-        parallel=parallel,
     )
     found = []
     for seed in range(steps):
@@ -64,7 +62,7 @@ def trained(
         if engine.has_adapters:
             with engine.without_adapters():
                 found.append(engine.log_probs(sequences, cuts)[0])
-        metrics = engine.forward_backward(sequences, cuts, sft, Denominators.of(sequences))
+        metrics = backward(engine, sequences, cuts)
         found.append(torch.tensor(results(metrics)["loss"]))
         found += [
             full_tensor(p.grad).clone()

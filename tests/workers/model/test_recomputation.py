@@ -45,7 +45,6 @@ def test_gradients_are_equal_to_the_last_bit_and_products_are_made_once(
 @pytest.mark.parametrize(
     "mode", [{"gradient_checkpointing": "selective", "recompute_num_layers": 1}, {}]
 )
-def test_no_layer_without_checkpointing_offloads_what_it_saves(tmp_path, mode):
-    path = save_tiny_model(tmp_path)
+def test_no_layer_without_checkpointing_offloads_what_it_saves(model, mode):
     with refused("model.activation_offload"):
-        load_model(ModelConfig(path=path, activation_offload=True, **mode), torch.float32)
+        load_model(ModelConfig(path=model, activation_offload=True, **mode), torch.float32)

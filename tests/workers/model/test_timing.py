@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from balancing.basics.windows import Window
-from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config.roles import ModelConfig, OptimizerConfig
-from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, sft
+from tests.workers.model.cpu_engine import backward, build_engine
+from tests.workers.model.tiny import random_sequences
 from workers.model.timing import MicroStepClock
 
 
@@ -49,14 +47,11 @@ def test_a_micro_step_is_taken_once_and_not_recorded_if_it_raises() -> None:
     assert clock.take() == []
 
 
-def test_every_micro_batch_of_every_pass_of_the_engine_is_measured(tmp_path) -> None:
-    model = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
-    engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+def test_every_micro_batch_of_every_pass_of_the_engine_is_measured(model) -> None:
+    engine = build_engine(model, dtype="float32")
     sequences = random_sequences()
     engine.log_probs(sequences, [(0, 6), (6, 11)])
-    engine.forward_backward(
-        sequences, [(0, 3), (3, 11), (0, 0)], sft, Denominators.of(sequences)
-    )
+    backward(engine, sequences, [(0, 3), (3, 11), (0, 0)])
     times = engine.clock.take()
     assert [found.name for found in times] == ["log_probs"] * 2 + ["update"] * 3
     cuts = [(0, 6), (6, 11), (0, 3), (3, 11), (0, 0)]

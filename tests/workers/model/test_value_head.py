@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
+from tests.workers.model.cpu_engine import build_engine
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import results
-from workers.config.roles import ModelConfig, OptimizerConfig, ValueLossConfig
+from workers.config.roles import ModelConfig, ValueLossConfig
 from workers.errors import DataError
-from workers.model.engine import TrainingEngine
 from workers.model.losses import (
     Denominators,
     ValuePredictions,
@@ -52,65 +52,14 @@ def test_a_critic_from_a_causal_lm_starts_at_0_and_is_read_again_as_it_was_writt
     )
 
 
-def test_an_incomplete_model_is_refused(tmp_path):
-    path = save_tiny_model(tmp_path / "lm")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    state = {
-        name: weight
-        for name, weight in model.state_dict().items()
-        if "layers.0.mlp.up" not in name
-    }
-    model.save_pretrained(path, state_dict=state)
-    with refused("model.layers.0.mlp.up_proj"):
-        load_value_model(ModelConfig(path=path), torch.float64)
-
-
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
-
-
-def for_a_critic() -> DataProto:
+def test_a_head_gives_only_what_it_has(model):
     sequences = random_sequences()
-    returns = torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)
-    return DataProto(
-        sequences.lengths, sequences.tokens | {"returns": returns}, sequences.columns
-    )
-
-
-def test_training_a_critic_explains_more_of_the_returns(tmp_path):
-    sequences, path = for_a_critic(), save_tiny_model(tmp_path)
-    engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float64"),
-        optimizer=OPTIMIZER,
-        total_steps=30,
-        device="cpu",
-        head="value",
-    )
-    assert not engine.values(sequences, [(0, 11)])[0].any()
-    loss_function, explained = make_value_loss(ValueLossConfig(clip=0.0)), []
-    for _ in range(30):
-        metrics = engine.forward_backward(
-            sequences, [(0, 11)], loss_function, Denominators.of(sequences)
-        )
-        explained.append(explained_variance(metrics))
-        engine.optimizer_step()
-    assert explained[0] == pytest.approx(0.0)
-    assert explained[-1] > 0.5
-
-
-def test_a_head_gives_only_what_it_has(tmp_path):
-    path, sequences = save_tiny_model(tmp_path), random_sequences()
-
-    def frozen(head: str) -> TrainingEngine:
-        return TrainingEngine(
-            ModelConfig(path=path), optimizer=None, total_steps=0, device="cpu", head=head
-        )
-
     with refused("head='value'"):
-        frozen("value").log_probs(sequences, [(0, 11)])
+        build_engine(model, head="value").log_probs(sequences, [(0, 11)])
     with refused("head='lm'"):
-        frozen("lm").values(sequences, [(0, 11)])
+        build_engine(model).values(sequences, [(0, 11)])
     with refused("head=reward"):
-        frozen("reward")
+        build_engine(model, head="reward")
 
 
 def predictions(values: Tensor, **columns: list[float]) -> ValuePredictions:
@@ -224,14 +173,11 @@ def test_weighted_values_are_summed_without_a_denominator() -> None:
     assert results(to_metrics([statistics])) == {"loss": 5.5}
 
 
-def test_returns_of_zero_explain_nothing() -> None:
-    batch = predictions(torch.tensor([0.1, 0.2]), returns=[0.0, 0.0])
-    _, statistics = make_value_loss(ValueLossConfig(clip=0.0))(batch, Denominators(2, 1))
-    assert math.isnan(explained_variance(to_metrics([statistics])))
-
-
-def test_equal_returns_explain_nothing_and_a_clip_needs_the_old_values():
-    batch = predictions(torch.tensor([0.1, 0.2, 0.3]), returns=[0.1, 0.1, 0.1])
+@pytest.mark.parametrize("returns", [0.0, 0.1])
+def test_equal_returns_explain_nothing_and_a_clip_needs_the_old_values(
+    returns: float,
+) -> None:
+    batch = predictions(torch.tensor([0.1, 0.2, 0.3]), returns=[returns] * 3)
     _, statistics = make_value_loss(ValueLossConfig(clip=0.0))(batch, Denominators(3, 1))
     assert math.isnan(explained_variance(to_metrics([statistics])))
     with refused("old_values", DataError):

@@ -13,7 +13,7 @@ from tests.refusals import refused
 from tests.workers.model.cpu_engine import build_engine, gradients_of
 from tests.workers.model.losses.loss_cases import ORDER, with_log_probs
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
+from tests.workers.model.tiny import random_sequences, relative_error
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.metrics import results
 from workers.config.roles import LossConfig
@@ -184,11 +184,11 @@ def test_micro_batches_of_which_one_has_ranks_by_choice_are_refused(name: str) -
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_engine_holds_back_over_the_whole_mini_batch(name, tmp_path):
-    path, sequences = save_tiny_model(tmp_path), random_sequences()
+def test_the_engine_holds_back_over_the_whole_mini_batch(name, model):
+    sequences = random_sequences()
     gradients, metrics = [], []
     for micro_batches in ([(0, 11)], [(0, 4), (4, 4), (4, 11)]):
-        engine = build_engine(path)
+        engine = build_engine(model)
         passed = engine.forward_backward(
             sequences,
             micro_batches,

@@ -11,7 +11,7 @@ from torch import Tensor
 from controller.config import load
 from tests.workers.model.cpu_engine import build_engine, gradients_of
 from tests.workers.model.losses.loss_cases import loss_and_gradient
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
+from tests.workers.model.tiny import random_sequences, relative_error
 from workers.batch.dataproto import DataProto
 from workers.config.roles import LossConfig
 from workers.errors import ConfigError
@@ -109,13 +109,13 @@ def kl_gradients(path: str, sequences: DataProto, *overrides: str) -> Tensor:
     return gradients_of(engine)
 
 
-def test_the_settings_reach_the_gradients(tmp_path):
+def test_the_settings_reach_the_gradients(model):
     """Of samples of the policy itself, k3 corrected either way has the gradient of k2, token by token."""
-    path, sequences = save_tiny_model(tmp_path), random_sequences()
+    sequences = random_sequences()
     del sequences.tokens["old_log_probs"]  # as where a step has one update
     sequences.columns["advantages"].zero_()
-    right = kl_gradients(path, sequences, "algorithm.loss.kl_estimator=k2")
-    assert relative_error(kl_gradients(path, sequences), right) > 0.1
+    right = kl_gradients(model, sequences, "algorithm.loss.kl_estimator=k2")
+    assert relative_error(kl_gradients(model, sequences), right) > 0.1
     for correction in ("straight_through", "importance"):
-        found = kl_gradients(path, sequences, f"algorithm.loss.kl_correction={correction}")
+        found = kl_gradients(model, sequences, f"algorithm.loss.kl_correction={correction}")
         assert relative_error(found, right) < 1e-9

@@ -18,7 +18,6 @@ from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
-    save_tiny_model,
     unpacked_log_probs,
 )
 from workers.batch.dataproto import DataProto
@@ -78,11 +77,6 @@ def on_a_rank(
     return found.loss, whole_gradients(engine)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize(
     ("text", "layout"),
     [
@@ -91,11 +85,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_dpo_is_that_of_unpacked_sequences(
-    ranks: RankPool, path: str, text: str, layout: str
+    ranks: RankPool, model: str, text: str, layout: str
 ) -> None:
-    loss, gradients = expected(path)
+    loss, gradients = expected(model)
     for found_loss, found in ranks.run(
-        on_a_rank, way(text).ranks, path, way(text), 3, layout
+        on_a_rank, way(text).ranks, model, way(text), 3, layout
     ):
         assert found_loss == pytest.approx(loss, rel=1e-9)
         assert found.keys() == gradients.keys()
