@@ -12,7 +12,6 @@ from workers.model.attention.block_attention import (
     block_attention,
     query_blocks,
 )
-from workers.model.attention.flash_kernels import Segments, sink_attention
 
 HEADS, PAIRS, DIM, SCALE = 4, 2, 8, 0.5
 
@@ -165,37 +164,3 @@ def test_a_short_segment_is_one_block_and_a_long_one_many_of_bounded_size():
     )
     assert [block.start for block in blocks[1:]] == [block.stop for block in blocks[:-1]]
     assert len(query_blocks(131_072, 131_072, heads=64)) == 131_072 // FEWEST_QUERIES
-
-
-@pytest.mark.parametrize("window", [None, 1, 7])
-def test_flash_kernels_with_sinks_give_the_same_segment_by_segment(window):
-    """What `varlen` runs for gpt-oss on CUDA, with the kernels that torch has for a CPU in their place."""
-    lengths = [1, 33, 20]
-    tensors = inputs(sum(lengths), sinks=True)
-    sinks, parts = (
-        tensors["sinks"],
-        {name: tensors[name].split(lengths, 2) for name in ("query", "key", "value")},
-    )
-    expected = torch.cat(
-        [
-            block_attention(
-                **{name: part[index] for name, part in parts.items()},
-                scale=SCALE,
-                window=window,
-                sinks=sinks,
-            )
-            for index in range(len(lengths))
-        ],
-        dim=2,
-    )
-    tokens_first = (tensors[name][0].transpose(0, 1) for name in ("query", "key", "value"))
-    segments = Segments.of(lengths, torch.device("cpu"))
-    actual = sink_attention(*tokens_first, sinks, segments, SCALE, window).transpose(0, 1)[
-        None
-    ]
-    assert relative_error(actual, expected) < 1e-9
-    expected_gradients = gradients(expected, tensors)
-    for name, gradient in gradients(actual, tensors).items():
-        torch.testing.assert_close(
-            gradient, expected_gradients[name], rtol=1e-9, atol=1e-12, msg=name
-        )
