@@ -44,7 +44,7 @@ def test_arguments_are_the_same_or_each_dp_groups_share_which_is_put_once() -> N
     )
     assert arguments == [((1,), {"k": 2})] * 3
     lengths = [5, 3, 4, 2, 6]
-    batch = RemoteBatch({"length": np.array(lengths)}, {})
+    batch, plan = RemoteBatch({"length": np.array(lengths)}, {}), whole_plan(lengths, 2)
     stored: list[RemoteBatch] = []
 
     def put(value: RemoteBatch) -> int:
@@ -52,12 +52,15 @@ def test_arguments_are_the_same_or_each_dp_groups_share_which_is_put_once() -> N
         return len(stored) - 1
 
     arguments = split_arguments(
-        BY_PLAN, ranks_of(2, tp=2), (batch, whole_plan(lengths, 2)), {}, put
+        BY_PLAN, ranks_of(2, tp=2), (batch, plan, "third", 4), {"k": 2}, put
     )
-    assert [positional[0] for positional, _ in arguments] == [0, 0, 1, 1]
-    assert sorted(np.concatenate([share["length"] for share in stored]).tolist()) == sorted(
-        lengths
-    )
+    for rank, (positional, keywords) in enumerate(arguments):
+        share, rank_plan, *others = positional
+        assert share == rank // 2
+        assert rank_plan.rows.tolist() == plan.for_rank(share).rows.tolist()
+        assert stored[share]["length"].tolist() == [lengths[i] for i in rank_plan.rows]
+        assert (others, keywords) == (["third", 4], {"k": 2})
+    assert len(stored) == 2
 
 
 def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
@@ -90,20 +93,6 @@ def test_a_rank_leads_its_dp_group_unless_it_has_another_place_in_it() -> None:
     assert RankCoordinates(index=3, dp=3).leads_dp_group
     for dimension in ("tp", "cp", "pp"):
         assert not RankCoordinates(index=3, dp=1, **{dimension: 1}).leads_dp_group
-
-
-def test_arguments_behind_the_plan_are_those_of_the_call() -> None:
-    lengths = [5, 3]
-    batch = RemoteBatch({"length": np.array(lengths)}, {})
-    plan = whole_plan(lengths, 2)
-    arguments = split_arguments(
-        BY_PLAN, ranks_of(2), (batch, plan, "third", 4), {"k": 2}, put=lambda share: share
-    )
-    for rank, (positional, keywords) in enumerate(arguments):
-        share, rank_plan, *others = positional
-        assert share["length"].tolist() == [lengths[row] for row in rank_plan.rows]
-        assert rank_plan.rows.tolist() == plan.for_rank(rank).rows.tolist()
-        assert (others, keywords) == (["third", 4], {"k": 2})
 
 
 class RankMethods:
