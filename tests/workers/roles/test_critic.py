@@ -138,38 +138,48 @@ def on_a_rank(
     return by_row, statistics, updated
 
 
+def rewards_of(sequences: DataProto, penalties: torch.Tensor) -> list[list[float]]:
+    """Of each sequence's predicted tokens: less the penalties [T], and the sequence's reward at the last."""
+    rewards = []
+    for row, penalty in enumerate(penalties.split(sequences.lengths.tolist())):
+        part = sequences.slice(row, row + 1)
+        tokens = (-penalty[part.tokens["loss_mask"]]).tolist()
+        if tokens:
+            tokens[-1] += float(part.columns["reward"])
+        rewards.append(tokens)
+    return rewards
+
+
+def whitened(values: torch.Tensor) -> torch.Tensor:
+    return (values - values.mean()) / values.std(correction=0)
+
+
+def at_tokens(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """float64 [T], 0 where nothing is predicted."""
+    return torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, values)
+
+
 def expected_columns(path: str) -> dict[str, torch.Tensor]:
-    """float64 [T], 0 where nothing is predicted: from single sequences and the sum of eq. 16."""
+    """From single sequences and the sum of eq. 16."""
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64)
     sequences = scored_sequences()
-    masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
+    mask = sequences.tokens["loss_mask"]
     log_ratio = sequences.tokens["reference_log_probs"] - sequences.tokens["old_log_probs"]
     penalties = PENALTY.coefficient * (log_ratio.exp() - 1 - log_ratio)
-    values, advantages = [], []
     with torch.no_grad():
         alone = unpacked_values(model, sequences)
-    split = penalties.split(sequences.lengths.tolist())
-    for value, mask, penalty, reward in zip(
-        alone, masks, split, sequences.columns["reward"].tolist(), strict=True
+    masks = mask.split(sequences.lengths.tolist())
+    values, advantages = [], []
+    for value, part, rewards in zip(
+        alone, masks, rewards_of(sequences, penalties), strict=True
     ):
-        before, rewards = value[:-1][mask[1:]], (-penalty[mask]).tolist()
-        if rewards:
-            rewards[-1] += reward
-        values.append(before)
-        advantages.append(
-            torch.tensor(
-                gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam),
-                dtype=torch.float64,
-            )
-        )
-    raw, old = torch.cat(advantages), torch.cat(values)
-    whitened = (raw - raw.mean()) / raw.std(correction=0)
-    mask = sequences.tokens["loss_mask"]
-    columns = {"old_values": old, "returns": raw + old, "advantages": whitened}
-    return {
-        name: torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, c)
-        for name, c in columns.items()
-    }
+        before = value[:-1][part[1:]].tolist()
+        values += before
+        advantages += gae_by_paper(rewards, before, GAE.gamma, GAE.lam)
+    raw = torch.tensor(advantages, dtype=torch.float64)
+    old = torch.tensor(values, dtype=torch.float64)
+    columns = {"old_values": old, "returns": raw + old, "advantages": whitened(raw)}
+    return {name: at_tokens(mask, column) for name, column in columns.items()}
 
 
 @pytest.mark.drawn(2)

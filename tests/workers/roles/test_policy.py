@@ -2,9 +2,10 @@
 plan.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ from controller.config import Config
 from controller.planning.planner import Planner, draw_mini_batches, with_loss_counts
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
+from tests.workers.model.losses.test_returns import gae_by_paper
+from tests.workers.model.reference import reference_loss
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
 from tests.workers.roles.test_critic import (
+    at_tokens,
+    rewards_of,
     scored_sequences,
     share_of_this_rank,
+    whitened,
     worker_on_this_rank,
 )
 from tests.workers.roles.updates import update
@@ -35,6 +41,7 @@ from workers.model.losses.returns import KlPenalty, discounted_returns
 from workers.roles.policy import PolicyWorker
 
 UIDS = np.array(["b", "a", "c", "b", "a", "d", "b", "c", "a", "d", "b"])  # of unequal sizes
+GROUPS = np.unique(UIDS, return_inverse=True)[1]
 MINI_BATCHES = draw_mini_batches(len(UIDS), 2, seed=3, step=1)
 LOSS = LossConfig(aggregation="group_mean_token_mean", clip_high=0.3)
 PLANS = [(1, 40, "none"), (2, 34, "load_balance")]  # (ranks, cap, algorithm)
@@ -58,7 +65,7 @@ def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
     config.policy.data_parallel, config.balance.algorithm = ranks, algorithm
     config.policy.max_tokens_per_micro_batch = cap
     columns = {
-        "group_number": np.unique(UIDS, return_inverse=True)[1],
+        "group_number": GROUPS,
         "length": sequences().lengths.numpy(),
     }
     columns["response_tokens"] = sequences().loss_token_counts.numpy()
@@ -83,25 +90,13 @@ def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
 def expected(path: str, aggregation: str) -> tuple[float, float]:
     """(loss, gradient norm), means over mini-batches, in float64 from single unpadded sequences."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    config = replace(LOSS, aggregation=aggregation)
+    groups = torch.from_numpy(GROUPS)
     losses, norms = [], []
     for rows in MINI_BATCHES:
-        by_group = defaultdict(list)
-        outputs = unpacked_log_probs(model, sequences())
-        for row in rows:
-            part = sequences().slice(row, row + 1)
-            mask, advantage = part.tokens["loss_mask"], part.columns["advantages"]
-            ratio = (outputs[row][0][mask] - part.tokens["old_log_probs"][mask]).exp()
-            clipped = ratio.clamp(1 - LOSS.clip_low, 1 + LOSS.clip_high)
-            by_group[UIDS[row]].append(
-                -torch.minimum(ratio * advantage, clipped * advantage)
-            )
-        groups = [tokens for parts in by_group.values() if len(tokens := torch.cat(parts))]
-        means = torch.stack([tokens.mean() for tokens in groups])
-        loss = (
-            means.mean()
-            if aggregation == "group_mean_token_mean"
-            else torch.cat(groups).mean()
-        )
+        part = random_sequences(len(UIDS)).select_idxs(rows.tolist())
+        outputs = unpacked_log_probs(model, part)
+        loss, _ = reference_loss(outputs, part, config, groups[rows])
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
@@ -155,39 +150,20 @@ def advantages_on_a_rank(
 def by_paper(
     sequences: DataProto, gamma: float, penalty: KlPenalty | None
 ) -> list[torch.Tensor]:
-    """Sum over later tokens of gamma^(k - t) r_k, and the mean and deviation of all of them; float64 [L]
-    each.
+    """Sum over later tokens of gamma^(k - t) r_k (GAE of values of 0), and the mean and deviation of all of
+    them; float64 [L] each.
     """
-    rows = []
-    for index in range(len(sequences)):
-        part = sequences.slice(index, index + 1)
-        mask, difference = (
-            part.tokens["loss_mask"],
-            part.tokens["old_log_probs"] - part.tokens["reference_log_probs"],
-        )
-        rewards = [
-            -penalty.coefficient * float(kl) if penalty else 0.0 for kl in difference[mask]
-        ]
-        if rewards:
-            rewards[-1] += float(part.columns["reward"])
-        later = [
-            sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
-            for t in range(len(rewards))
-        ]
-        rows.append(
-            torch.zeros(len(mask), dtype=torch.float64).masked_scatter(
-                mask, torch.tensor(later).double()
-            )
-        )
-    mask = sequences.tokens["loss_mask"]
-    returns = torch.cat(rows)[mask]
-    whitened = (returns - returns.mean()) / returns.std(correction=0)
-    return list(
-        torch.zeros(len(mask))
-        .double()
-        .masked_scatter(mask, whitened)
-        .split(sequences.lengths.tolist())
+    differences = (
+        sequences.tokens["old_log_probs"] - sequences.tokens["reference_log_probs"]
     )
+    kl = differences * (penalty.coefficient if penalty else 0.0)
+    returns = [
+        gae_by_paper(rewards, [0.0] * len(rewards), gamma, 1.0)
+        for rewards in rewards_of(sequences, kl)
+    ]
+    mask = sequences.tokens["loss_mask"]
+    column = whitened(torch.tensor(list(chain(*returns)), dtype=torch.float64))
+    return list(at_tokens(mask, column).split(sequences.lengths.tolist()))
 
 
 @pytest.mark.drawn(2)
