@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import ray
 from safetensors.numpy import save_file
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm import AsyncEngineArgs
 
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.refusals import refused
@@ -119,6 +121,18 @@ def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
     assert kib >= 2**11  # a page at least: the system may be short of them
 
 
+def arguments_of(
+    model: ModelConfig, placement: str, config: RolloutConfig | None = None
+) -> AsyncEngineArgs:
+    return engine_arguments(
+        model,
+        config or RolloutConfig(),
+        placement=placement,
+        max_model_tokens=99,
+        seed=1,
+    )
+
+
 @pytest.mark.parametrize(
     ("placement", "dtype", "expected", "backend"),
     [
@@ -130,13 +144,8 @@ def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
 def test_type_and_weight_transfer_follow_the_placement(
     placement: str, dtype: str, expected: str, backend: str
 ) -> None:
-    model, config = (
-        ModelConfig(path="model", dtype=dtype),
-        RolloutConfig(gpu_memory_utilization=0.3),
-    )
-    arguments = engine_arguments(
-        model, config, placement=placement, max_model_tokens=99, seed=1
-    )
+    model = ModelConfig(path="model", dtype=dtype)
+    arguments = arguments_of(model, placement, RolloutConfig(gpu_memory_utilization=0.3))
     assert (arguments.dtype, arguments.weight_transfer_config.backend) == (
         expected,
         backend,
@@ -148,9 +157,7 @@ def test_type_and_weight_transfer_follow_the_placement(
     assert arguments.trust_remote_code is False
     if placement != "shared_memory":
         assert arguments.gpu_memory_utilization == 0.3
-        default = engine_arguments(
-            model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1
-        )
+        default = arguments_of(model, placement)
         assert default.gpu_memory_utilization == (0.9 if placement == "apart" else 0.5)
 
 
@@ -165,9 +172,8 @@ def test_an_engine_of_a_quantized_checkpoint_waits_for_plain_weights(
         {"text_config": quantized} if nested else quantized
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
-    asked = RolloutConfig(engine={"load_format": "safetensors"})
-    arguments = engine_arguments(model, asked, placement="apart", **options)
+    config = RolloutConfig(engine={"load_format": "safetensors"})
+    arguments = arguments_of(ModelConfig(path=str(tmp_path)), "apart", config)
     assert arguments.load_format == "dummy"
     read = PreTrainedConfig(**quantized)
     assert not hasattr(arguments.hf_overrides(read), "quantization_config")
@@ -192,15 +198,13 @@ def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(
     config = tiny_config(family)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(tmp_path)
-    model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
-    on_cpu = engine_arguments(model, RolloutConfig(), placement="shared_memory", **options)
+    model = ModelConfig(path=str(tmp_path))
+    on_cpu = arguments_of(model, "shared_memory")
     assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (
         False,
         family not in STATES,
     )
-    assert engine_arguments(
-        model, RolloutConfig(), placement="apart", **options
-    ).enable_prefix_caching
+    assert arguments_of(model, "apart").enable_prefix_caching
 
 
 def config_without(field: str) -> PreTrainedConfig:
@@ -266,10 +270,8 @@ def test_gated_delta_nets_prefill_by_a_kernel_that_takes_their_heads(
     (tmp_path / "config.json").write_text(json.dumps(description))
     found = {"flashinfer": object() if installed else None}
     monkeypatch.setattr("workers.engine.vllm_interface.find_spec", found.get)
-    model, config = ModelConfig(path=str(tmp_path)), RolloutConfig(engine=engine)
-    arguments = engine_arguments(
-        model, config, placement=placement, max_model_tokens=64, seed=1
-    )
+    model = ModelConfig(path=str(tmp_path))
+    arguments = arguments_of(model, placement, RolloutConfig(engine=engine))
     assert arguments.gdn_prefill_backend == expected
 
 
@@ -279,9 +281,7 @@ def test_an_engine_that_sleeps_needs_the_tower_in_every_update(
     placement: str, train_vision: bool
 ) -> None:
     model = ModelConfig(path="model", train_vision=train_vision)
-    arguments = engine_arguments(
-        model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1
-    )
+    arguments = arguments_of(model, placement)
     left_out = not train_vision and placement != "colocated"
     assert arguments.additional_config[FROZEN_VISION] == left_out
 
@@ -290,10 +290,7 @@ def test_an_engine_that_sleeps_needs_the_tower_in_every_update(
 def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow_them(
     setting: str,
 ) -> None:
-    model = ModelConfig(path="model", router_replay=setting)
-    arguments = engine_arguments(
-        model, RolloutConfig(), placement="apart", max_model_tokens=99, seed=1
-    )
+    arguments = arguments_of(ModelConfig(path="model", router_replay=setting), "apart")
     assert arguments.enable_return_routed_experts == (setting != "none")
     assert arguments.enable_prefix_caching, "vLLM returns them with prefix caching only"
 
@@ -397,45 +394,6 @@ def test_a_prompt_that_fits_is_not_refused() -> None:
     check_prompt(np.array([0, 31], dtype=np.int32), vocab_size=32, max_model_tokens=3)
 
 
-@ray.remote(num_cpus=0)
-class RecordingEngine:
-    """Stands for a replica on a GPU: keeps what the trainer's side tells it."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def init_transfer(self, init_info: dict) -> None:
-        self.calls.append(init_info["rank_offset"])
-
-    def begin_update(self) -> None:
-        self.calls.append("begin")
-
-    def receive_update(self, update_info: dict) -> None:
-        self.calls.append(update_info["names"])
-
-    def finish_update(self, version: int) -> None:
-        self.calls.append(version)
-
-    def heard(self) -> list[Any]:
-        return self.calls
-
-
-def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(
-    ray_session: None,
-) -> None:
-    engines = [RecordingEngine.remote() for _ in range(3)]
-    client = EngineClient(engines, tensor_parallel=2, together=True)
-    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
-    client.version = 4
-    client.start_weight_update()
-    client.update_weights({"names": ["a"]})
-    client.finish_weight_update()
-    for replica, engine in enumerate(engines):
-        joined = 1 + 2 * replica  # rank 0 is the trainer's
-        assert ray.get(engine.heard.remote()) == [joined, "begin", ["a"], 4]
-        ray.kill(engine)
-
-
 @ray.remote(num_cpus=0, max_concurrency=3)
 class FailingEngine:
     """A replica on a GPU that goes wrong in the middle of an update."""
@@ -464,44 +422,27 @@ class FailingEngine:
 
 
 @pytest.mark.parametrize(
-    ("how", "named"), [("refuses", "nothing for a.weight"), ("breaks", "rollout replica 1")]
+    ("hows", "named", "lost"),
+    [
+        (("waits", "refuses"), "nothing for a.weight", set()),
+        (("waits", "breaks"), "rollout replica 1", set()),
+        (("waits", "dies"), "", {1}),
+        # The broadcast breaks at once for the one, and Ray needs time to say that the other is dead.
+        (("breaks", "dies late"), "", {1}),
+    ],
 )
-def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
-    ray_session: None, how: str, named: str
+def test_a_replica_that_fails_ends_the_update_and_one_that_dies_is_left_out(
+    ray_session: None, hows: tuple[str, str], named: str, lost: set[int]
 ) -> None:
-    engines = [FailingEngine.remote("waits"), FailingEngine.remote(how)]
+    """Without an abort, the broadcast would wait for ever."""
+    engines = [FailingEngine.remote(how) for how in hows]
     client, aborts = EngineClient(engines, tensor_parallel=1, together=True), []
     client.abort = lambda: aborts.append(True)
-    with pytest.raises(RolloutError, match=named):
+    with pytest.raises(RolloutError, match=named) if named else nullcontext():
         client.update_weights({"names": ["a"]})
-    assert aborts == [True], "a broadcast would wait for ever"
-    assert isinstance(client.failure, RolloutError)
+    assert (client.lost, isinstance(client.failure, RolloutError)) == (lost, bool(named))
+    assert aborts == [True]
     assert ray.get(engines[0].leaves.remote())
-    for engine in engines:
-        ray.kill(engine)
-
-
-def test_a_replica_that_dies_in_a_broadcast_aborts_it_and_is_left_out(
-    ray_session: None,
-) -> None:
-    engines = [FailingEngine.remote("waits"), FailingEngine.remote("dies")]
-    client, aborts = EngineClient(engines, tensor_parallel=1, together=True), []
-    client.abort = lambda: aborts.append(True)
-    client.update_weights({"names": ["a"]})
-    assert (aborts, client.lost, client.failure) == ([True], {1}, None)
-    assert ray.get(engines[0].leaves.remote())
-    for engine in engines:
-        ray.kill(engine)
-
-
-def test_a_failure_that_comes_before_the_news_of_a_loss_is_no_failure_of_the_update(
-    ray_session: None,
-) -> None:
-    """The broadcast breaks at once for the one, and Ray needs time to say that the other is dead."""
-    engines = [FailingEngine.remote("breaks"), FailingEngine.remote("dies late")]
-    client = EngineClient(engines, tensor_parallel=1, together=True)
-    client.update_weights({"names": ["a"]})
-    assert (client.lost, client.failure) == ({1}, None)
     for engine in engines:
         ray.kill(engine)
 

@@ -75,6 +75,9 @@ def test_a_buffer_on_shared_gpus_holds_the_largest_weight(
     assert told[0].packed_buffer_size_bytes == expected
 
 
+METHODS = ("init_transfer", "begin_update", "receive_update", "finish_update")
+
+
 class Method:
     """Ray's method of an actor, whose answer is `answer`."""
 
@@ -88,7 +91,7 @@ class Method:
 
 
 def engines_that_answer(
-    method: str, answers: list[BaseException | None], patch: pytest.MonkeyPatch
+    answers: list[BaseException | None], patch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Return handles of actors whose answers Ray has in their order."""
 
@@ -101,7 +104,10 @@ def engines_that_answer(
 
     patch.setattr("ray.get", get)
     patch.setattr("ray.wait", wait)
-    return [SimpleNamespace(**{method: Method(answer)}) for answer in answers]
+    return [
+        SimpleNamespace(**{method: Method(answer) for method in METHODS})
+        for answer in answers
+    ]
 
 
 @pytest.mark.parametrize(("together", "lost"), [(False, {1, 3}), (True, {1})])
@@ -109,27 +115,32 @@ def test_the_loss_of_a_replica_ends_the_wait_for_others_only_in_a_broadcast(
     together: bool, lost: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [None, ActorDiedError(), None, ActorDiedError()]
-    engines = engines_that_answer("begin_update", answers, monkeypatch)
+    engines = engines_that_answer(answers, monkeypatch)
     arguments = [(position,) for position in range(4)]
     options = {"together": together}
     assert gpu_transfer.call_replicas(engines, "begin_update", arguments, **options) == lost
-    assert [engine.begin_update.calls for engine in engines] == [
-        [(0,)],
-        [(1,)],
-        [(2,)],
-        [(3,)],
-    ]
+    calls = [engine.begin_update.calls for engine in engines]
+    assert calls == [[argument] for argument in arguments]
 
 
-def test_a_replica_joins_after_all_ranks_of_those_before_it(
+def test_replicas_join_after_all_ranks_of_those_before_them_and_hear_each_part_of_an_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = engines_that_answer("init_transfer", [None] * 3, monkeypatch)
+    engines = engines_that_answer([None] * 3, monkeypatch)
     client = gpu_transfer.EngineClient(engines, tensor_parallel=4, together=True)
     client.init_weight_transfer_engine({"rank_offset": 1, "port": 5})
-    offsets = [engine.init_transfer.calls for engine in engines]
-    assert offsets == [[({"rank_offset": rank, "port": 5},)] for rank in (1, 5, 9)]
-    (engine,) = engines_that_answer("init_transfer", [ActorDiedError()], monkeypatch)
+    client.version = 4
+    client.start_weight_update()
+    client.update_weights({"names": ["a"]})
+    client.finish_weight_update()
+    for engine, rank in zip(engines, (1, 5, 9), strict=True):
+        assert [getattr(engine, method).calls for method in METHODS] == [
+            [({"rank_offset": rank, "port": 5},)],
+            [()],
+            [({"names": ["a"]},)],
+            [(4,)],
+        ]
+    (engine,) = engines_that_answer([ActorDiedError()], monkeypatch)
     client = gpu_transfer.EngineClient([engine], tensor_parallel=4, together=False)
     with pytest.raises(LostError, match=r"engines \[0\]"):
         client.init_weight_transfer_engine({"port": 5})
