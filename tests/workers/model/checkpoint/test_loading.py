@@ -37,12 +37,7 @@ def load_and_train(
     loaded = weights(engine)
     log_probs, _ = engine.log_probs(random_sequences(), ALL)
     train(engine, range(1))
-    return (
-        loaded,
-        log_probs,
-        engine.num_parameters,
-        dict(engine.named_weights())["lm_head.weight"].clone(),
-    )
+    return loaded, log_probs, engine.num_parameters, weights(engine)["lm_head.weight"]
 
 
 def _spoil_free_memory() -> None:
@@ -80,8 +75,8 @@ def test_one_rank_that_reads_for_all_equals_a_plain_load(
         torch.testing.assert_close(head, expected[3], rtol=1e-9, atol=1e-12)
 
 
-def test_a_skeleton_takes_no_memory(tmp_path):
-    config = ModelConfig(path=save_tiny_model(tmp_path))
+def test_a_skeleton_takes_no_memory(model):
+    config = ModelConfig(path=model)
     for load in (load_model, load_value_model):
         skeleton, whole = (
             load(config, torch.float32, skeleton=True),
@@ -95,18 +90,22 @@ def test_a_skeleton_takes_no_memory(tmp_path):
         assert shapes[0] == shapes[1]
 
 
-def error_of_loading(model: str) -> str:
+def error_of_loading(model: str, head: str) -> str:
     with pytest.raises(ConfigError) as error:
-        build_engine(model)
+        build_engine(model, head=head)
     return str(error.value)
 
 
-def test_what_is_wrong_with_the_files_is_raised_on_every_rank(tmp_path, ranks: RankPool):
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_weight_missing_from_the_files_is_not_made_up_on_any_rank(
+    tmp_path, ranks: RankPool, count, head
+):
     path = save_tiny_model(tmp_path)
     weights = load_file(f"{path}/model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
-    for message in ranks.run(error_of_loading, 2, path):
+    for message in ranks.run(error_of_loading, count, path, head):
         assert "model.norm.weight" in message
 
 

@@ -4,19 +4,19 @@ cut.
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.refusals import refused
+from tests.workers.model.cpu_engine import backward, build_engine
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import OptimizerConfig
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, sft
 from workers.model.sharding.stage_split import split_layers
 
 MICRO_BATCHES = [(0, 4), (4, 4), (4, 7), (7, 11)]
@@ -53,28 +53,24 @@ def test_the_most_expensive_stage_costs_as_little_as_possible(costs, parts, last
     assert max(costs_of(ranges, costs, last)) == best
 
 
-def build(
-    path: str, parallel: ParallelConfig, rank: int = 0, trains: bool = True
-) -> TrainingEngine:
-    return TrainingEngine(
-        ModelConfig(
-            path=path, dtype="float32", share_prefixes="never", lora=LoraConfig(rank=rank)
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2) if trains else None,
-        total_steps=10,
-        device="cpu",
-        parallel=parallel,
+def build(path: str, stages: int, **settings: Any) -> TrainingEngine:
+    return build_engine(
+        path,
+        dtype="float32",
+        share_prefixes="never",
         check_numerics=True,
+        pipeline_parallel=stages,
+        **settings,
     )
 
 
 def what_stages_hold(
-    paths: list[str], parallel: ParallelConfig
+    paths: list[str],
 ) -> list[tuple[int, list[str]]]:
     """(parameters of the whole model, names of this rank's) of each model; building one proves
     its log-probs.
     """
-    engines = [build(path, parallel, trains=False) for path in paths]
+    engines = [build(path, 2, optimizer=None) for path in paths]
     return [
         (
             engine.num_parameters,
@@ -92,7 +88,7 @@ def test_families_of_the_common_form_pass_the_check_in_stages(
     """
     families = ("gemma2", "gemma3", "gpt_oss", "mixtral", "llama")
     paths = [save_tiny_model(tmp_path / family, family) for family in families]
-    first, last = ranks.run(what_stages_hold, 2, paths, ParallelConfig(pipeline_parallel=2))
+    first, last = ranks.run(what_stages_hold, 2, paths)
     for (total, begins), (also, ends) in zip(first, last, strict=True):
         assert total == also
         assert {name.split(".")[2] for name in begins if ".layers." in name} == {"0"}
@@ -101,27 +97,11 @@ def test_families_of_the_common_form_pass_the_check_in_stages(
         assert "model.norm.weight" in ends
 
 
-def written_adapters(path: str, target: str, pp: int) -> None:
-    build(path, ParallelConfig(pipeline_parallel=pp), rank=2).save_adapters(target)
-
-
-def test_adapters_of_stages_are_written_as_those_of_one(ranks: RankPool, tmp_path: Path):
-    path = save_tiny_model(tmp_path / "model", num_hidden_layers=3)
-    for count in (1, 2):
-        ranks.run(written_adapters, count, path, str(tmp_path / str(count)), count)
-    one, two = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("1", "2")
-    )
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=0, atol=0)
-
-
 def tied_copies(path: str) -> Tensor | None:
-    engine = build(path, ParallelConfig(pipeline_parallel=4))
+    engine = build(path, 4, optimizer=OptimizerConfig(learning_rate=1e-2))
     sequences = random_sequences(dtype=torch.float32)
     for _ in range(3):
-        engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
+        backward(engine, sequences, MICRO_BATCHES)
         engine.optimizer_step()
     names = dict(engine.module.model.named_parameters())
     found = [
@@ -144,14 +124,14 @@ def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(
 
 def layouts(path: str, virtual: int) -> tuple[int, int]:
     """(micro-batches laid out, and still held at the end) of an update and a forward pass."""
-    engine = build(path, ParallelConfig(pipeline_parallel=2, virtual_stages=virtual))
+    engine = build(path, 2, virtual_stages=virtual)
     sequences, laid_out, works = random_sequences(dtype=torch.float32), [], []
     lay_out, run = engine.layout.lay_out, engine.runner.run
     engine.layout.lay_out = lambda *given, **named: (
         laid_out.append(given) or lay_out(*given, **named)
     )
     engine.runner.run = lambda work: works.append(work) or run(work)
-    engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
+    backward(engine, sequences, MICRO_BATCHES)
     engine.log_probs(sequences, MICRO_BATCHES)
     return len(laid_out), sum(len(work.rows) for work in works)
 
