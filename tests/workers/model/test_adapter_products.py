@@ -1,6 +1,5 @@
 """Joined products of adapters equal peft's forward pass in float64, and launch fewer kernels."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tests.workers.model.exact import CountedCalls
 from tests.workers.model.tiny import (
     VOCABULARY,
     relative_error,
-    save_tiny_model,
     tiny_config,
 )
 from workers.config.roles import LoraConfig
@@ -114,9 +112,8 @@ def test_modules_that_read_other_inputs_are_exact_too() -> None:
 
 @pytest.mark.parametrize(("compiles", "is_joined"), [("never", True), ("always", False)])
 def test_an_engine_joins_products_unless_it_compiles_layers(
-    compiles: str, is_joined: bool, tmp_path: Path
+    compiles: str, is_joined: bool, model: str
 ) -> None:
-    path = save_tiny_model(tmp_path)
-    engine = build_engine(path, lora=LoraConfig(rank=3), compile=compiles)
+    engine = build_engine(model, lora=LoraConfig(rank=3), compile=compiles)
     module = engine.module.layers[0].self_attn.q_proj
     assert ("forward" in vars(module)) is is_joined

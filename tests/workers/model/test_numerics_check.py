@@ -2,6 +2,9 @@
 does.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,12 +12,11 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from tests.refusals import refused
 from tests.workers.model.broken import BROKEN, RunningMean, save_broken_model
+from tests.workers.model.cpu_engine import backward, build_engine, weights
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import LoraConfig, ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.attention import attention
-from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
 from workers.model.numerics_check import check_numerics
 from workers.model.numerics_probe import make_probe
@@ -24,44 +26,23 @@ FLOAT32 = torch.float32
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("broken")
     return {name: save_broken_model(folder / name, name) for name in BROKEN}
 
 
-def build(
-    path: str,
-    *,
-    head: str = "lm",
-    frozen: bool = False,
-    dtype: str = "float32",
-    **model: object,
-) -> TrainingEngine:
-    return TrainingEngine(
-        ModelConfig(path=path, dtype=dtype, **model),
-        optimizer=None if frozen else OptimizerConfig(),
-        total_steps=1,
-        device="cpu",
-        temperature=0.7,
-        head=head,
-        check_numerics=True,
-    )
+build = partial(build_engine, dtype="float32", temperature=0.7, check_numerics=True)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_an_exact_model_is_exact_to_rounding(path, layout):
-    config = ModelConfig(path=path, layout=layout)
+def test_an_exact_model_is_exact_to_rounding(model, layout):
+    config = ModelConfig(path=model, layout=layout)
     found = check_numerics(load_model(config, FLOAT32), config)
     assert 0 < found.largest < 1e-5 and 0 < found.gradient < 1e-5
 
 
-def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
-    config = ModelConfig(path=path)
+def test_a_value_head_is_compared_though_a_new_one_gives_0(model):
+    config = ModelConfig(path=model)
     module = load_value_model(config, FLOAT32)
     assert 0 < check_numerics(module, config).largest < 1e-5
     module.model.model.layers[0].mlp.__class__ = RunningMean
@@ -109,13 +90,16 @@ def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and
         check_numerics(load_model(config, FLOAT32), config)
     with pytest.raises(UnsupportedModelError, match=message):
         build(broken[name], layout=layout)
-    padded = ModelConfig(path=broken["leaking"], layout="padded")  # its rows do not meet
+
+
+def test_a_model_whose_padded_rows_do_not_meet_is_exact_there(broken):
+    padded = ModelConfig(path=broken["leaking"], layout="padded")
     assert check_numerics(load_model(padded, FLOAT32), padded).largest < 1e-5
 
 
-def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
+def test_packed_attention_is_never_compared_with_itself(model, monkeypatch):
     packed, padded = (
-        load_model(ModelConfig(path=path, layout=name), FLOAT32)
+        load_model(ModelConfig(path=model, layout=name), FLOAT32)
         for name in ("packed", "padded")
     )
 
@@ -124,8 +108,8 @@ def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
 
     monkeypatch.setattr(type(packed.model), "set_attn_implementation", refuse)
     with refused("model.layout=padded", UnsupportedModelError):
-        check_numerics(packed, ModelConfig(path=path))
-    assert check_numerics(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
+        check_numerics(packed, ModelConfig(path=model))
+    assert check_numerics(padded, ModelConfig(path=model, layout="padded")).largest < 1e-5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -139,18 +123,18 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
         build(path)
 
 
-def test_half_precision_is_judged_by_what_rounding_does_to_the_model_itself(path, broken):
-    build(path, dtype="bfloat16")
+def test_half_precision_is_judged_by_what_rounding_does_to_the_model_itself(model, broken):
+    build(model, dtype="bfloat16")
     for name in ("louder", "leaking"):
         with refused("rounding in bfloat16", UnsupportedModelError):
             build(broken[name], dtype="bfloat16")
 
 
-def test_the_engine_is_left_as_it_was(path):
+def test_the_engine_is_left_as_it_was(model):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    engine = build(path, gradient_checkpointing="full")
+    engine = build(model, gradient_checkpointing="full")
     assert torch.rand(1) == expected
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     assert not engine.optimizer.state
@@ -159,14 +143,14 @@ def test_the_engine_is_left_as_it_was(path):
 
 
 def test_adapters_are_probed_by_their_gradient_and_frozen_models_and_value_heads_without(
-    path,
+    model,
 ):
     assert (
         ".lora_B."
-        in make_probe(build(path, lora=LoraConfig(rank=2)).module, FLOAT32).parameters[0]
+        in make_probe(build(model, lora=LoraConfig(rank=2)).module, FLOAT32).parameters[0]
     )
-    for settings in ({"frozen": True}, {"head": "value"}):
-        assert make_probe(build(path, **settings).module, FLOAT32).parameters == ()
+    for settings in ({"optimizer": None}, {"head": "value"}):
+        assert make_probe(build(model, **settings).module, FLOAT32).parameters == ()
 
 
 def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(
@@ -223,75 +207,49 @@ def test_the_probe_is_within_the_models_positions(tmp_path):
 
 def trained_weights(path: str, check_numerics: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    settings = {
-        "optimizer": OptimizerConfig(learning_rate=1e-2),
-        "total_steps": 2,
-        "device": "cpu",
-    }
-    engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float32"), check_numerics=check_numerics, **settings
-    )
+    engine = build_engine(path, dtype="float32", check_numerics=check_numerics)
     sequences = random_sequences(dtype=FLOAT32)
     for _ in range(2):
-        engine.forward_backward(sequences, [(0, 11)], sft, Denominators.of(sequences))
+        backward(engine, sequences)
         engine.optimizer_step()
-    return dict(engine.named_weights())
+    return weights(engine)
 
 
-def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(path):
-    measured, expected = trained_weights(path, True), trained_weights(path, False)
+def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(model):
+    measured, expected = trained_weights(model, True), trained_weights(model, False)
     assert all(torch.equal(weight, expected[name]) for name, weight in measured.items())
 
 
-def refusal(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
-    settings = {
-        "optimizer": OptimizerConfig(),
-        "total_steps": 1,
-        "device": "cpu",
-        "check_numerics": True,
-        "head": head,
-    }
+def refusal(path: str, options: dict[str, Any]) -> str:
     try:
-        TrainingEngine(
-            ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings
-        )
+        build_engine(path, dtype="float32", check_numerics=True, **options)
     except UnsupportedModelError as error:
         return str(error)
     return ""
 
 
-CONTEXT = ParallelConfig(context_parallel=2)
+CONTEXT = {"context_parallel": 2}
+RING = CONTEXT | {"context_parallel_method": "ring"}
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
-    ("family", "head", "parallel"),
+    ("family", "options"),
     [
-        ("qwen2", "lm", CONTEXT),
-        ("qwen2", "lm", ParallelConfig(context_parallel=2, context_parallel_method="ring")),
-        ("qwen2", "lm", ParallelConfig(tensor_parallel=2)),
-        ("qwen2", "lm", ParallelConfig(replicate=2)),
-        ("qwen2", "lm", ParallelConfig()),
-        ("qwen2", "value", CONTEXT),
-        ("qwen3_moe", "lm", ParallelConfig(expert_parallel=2)),
-        ("qwen3_moe", "value", ParallelConfig(expert_parallel=2)),
+        ("qwen2", CONTEXT),
+        ("qwen2", RING),
+        ("qwen2", {"tensor_parallel": 2}),
+        ("qwen2", {"replicate": 2}),
+        ("qwen2", {}),
+        ("qwen2", CONTEXT | {"head": "value"}),
+        ("qwen3_moe", {"expert_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 2, "head": "value"}),
     ],
-    ids=[
-        "ulysses",
-        "ring",
-        "tensor parallel",
-        "copies",
-        "shards",
-        "value head",
-        "experts",
-        "experts, value head",
-    ],
+    ids=str,
 )
-def test_engines_over_ranks_pass_the_check(ranks, tmp_path, family, head, parallel):
-    assert ranks.run(refusal, 2, save_tiny_model(tmp_path, family), parallel, head) == [
-        "",
-        "",
-    ]
+def test_engines_over_ranks_pass_the_check(ranks, tmp_path, family, options):
+    refusals = ranks.run(refusal, 2, save_tiny_model(tmp_path, family), options)
+    assert refusals == ["", ""]
 
 
 def test_two_ranks_refuse_a_broken_model_alike(ranks, broken):

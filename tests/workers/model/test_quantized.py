@@ -110,10 +110,11 @@ def test_a_saved_model_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     del config["quantization_config"]
     assert saved == config
-    weights = load_file(tmp_path / "saved" / "model.safetensors")
     expected = load_file(plain / "model.safetensors")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name].float()) for name in expected)
+    assert_same(
+        load_file(tmp_path / "saved" / "model.safetensors"),
+        {name: weight.float() for name, weight in expected.items()},
+    )
 
 
 def test_ranks_that_share_a_quantized_model_give_out_plain_weights(

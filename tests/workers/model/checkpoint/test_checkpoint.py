@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refused
-from tests.workers.model.cpu_engine import assert_same, build_engine, weights
+from tests.workers.model.cpu_engine import assert_same, backward, build_engine, weights
 from tests.workers.model.ranks import PRELOADED, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import OptimizerConfig
@@ -48,11 +48,6 @@ OPTIMIZER = OptimizerConfig(
 )
 COUNT = 12
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def build(model: str, offload: bool = False) -> TrainingEngine:
@@ -424,8 +419,7 @@ def test_a_copy_in_memory_continues_bit_by_bit_on_every_rank(
 ):
     for rank in ranks.run(copy_and_continue_on_ranks, 2, model, offload):
         usual, restored, draws, restored_draws, extra = rank
-        assert usual.keys() == restored.keys()
-        assert all(torch.equal(usual[name], restored[name]) for name in usual)
+        assert_same(restored, usual)
         assert draws == restored_draws
         assert extra == {"prompts": 96}
 
@@ -442,7 +436,7 @@ def save_and_copy_in_stages(model: str, path: Path) -> tuple[list[dict], list[bo
 
     def take_step(trained: TrainingEngine) -> None:
         halves = [(0, COUNT // 2), (COUNT // 2, COUNT)]
-        trained.forward_backward(whole, halves, sft, Denominators.of(whole))
+        backward(trained, whole, halves)
         trained.optimizer_step()
 
     def read_stage(trained: TrainingEngine) -> dict[str, torch.Tensor]:

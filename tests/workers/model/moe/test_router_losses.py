@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.workers.model.cpu_engine import build_engine
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.model.tiny import (
@@ -21,8 +22,6 @@ from tests.workers.model.tiny import (
 )
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import results
-from workers.config.roles import ModelConfig, OptimizerConfig
-from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.rules.families import ROUTER_LOSS_FAMILIES
 
@@ -36,8 +35,7 @@ def nothing_to_learn(
 def of_the_engine(
     sequences: DataProto, path: str, **settings: Any
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    model = ModelConfig(path=path, dtype="float64", **settings)
-    engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    engine = build_engine(path, **settings)
     compute_in_float64(engine.module.model)
     whole = [(0, len(sequences))]
     metrics = engine.forward_backward(

@@ -7,9 +7,10 @@ import torch.distributed as dist
 import transformers
 
 from tests.refusals import refused
+from tests.workers.model.cpu_engine import backward, build_engine, weights
 from tests.workers.model.tiny import VOCABULARY, random_sequences, save_tiny_model
 from workers.batch.dataproto import DataProto
-from workers.config.roles import ModelConfig, OptimizerConfig
+from workers.config.roles import OptimizerConfig
 from workers.errors import DataError, NonFiniteError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, Predictions, sft
@@ -18,19 +19,9 @@ from workers.model.rows.packing import check_sequences, max_positions
 ALL = [(0, 5), (5, 11)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def build(model: str, max_skipped_steps: int = 10) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, max_skipped_steps=max_skipped_steps)
-    return TrainingEngine(
-        ModelConfig(path=model, dtype="float64"),
-        optimizer=optimizer,
-        total_steps=10,
-        device="cpu",
-    )
+    return build_engine(model, optimizer=optimizer)
 
 
 def without_number(value: float):
@@ -61,7 +52,7 @@ def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
     sequences = random_sequences()
     bad = spoil(sequences, 7 if dist.get_rank() == dist.get_world_size() - 1 else -1)
     denominators = Denominators.of(sequences)
-    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    before = weights(engine)
     skipped = []
     for loss in (without_number(torch.inf), without_number(torch.nan)):
         engine.forward_backward(bad, ALL, loss, denominators)
@@ -159,9 +150,7 @@ def test_an_id_outside_the_vocabulary_names_its_sequence(model, bad_id):
     sequences.tokens["input_ids"][int(sequences.lengths[:4].sum())] = bad_id
     for call in (
         lambda engine: engine.log_probs(sequences, ALL),
-        lambda engine: engine.forward_backward(
-            sequences, ALL, sft, Denominators.of(sequences)
-        ),
+        lambda engine: backward(engine, sequences, ALL),
     ):
         with refused(f"sequence 4 holds the id {bad_id}", DataError):
             call(build(model))

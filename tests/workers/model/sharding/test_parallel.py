@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from transformers import (
 )
 
 from tests.refusals import refused
+from tests.workers.model.cpu_engine import build_engine
 from tests.workers.model.ranks import TIMEOUT_S, RankPool, dp_rank
 from tests.workers.model.tiny import save_tiny_model, save_tokenizer
-from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.engine import TrainingEngine
 from workers.model.sharding.parallel import (
     clip_gradients,
     full_tensor,
@@ -164,13 +165,7 @@ REFUSALS = [
 
 def refusal(path: str, parallel: ParallelConfig) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        TrainingEngine(
-            ModelConfig(path=path),
-            optimizer=None,
-            total_steps=1,
-            device="cpu",
-            parallel=parallel,
-        )
+        build_engine(path, optimizer=None, parallel=parallel)
     dist.barrier()
     return str(error.value)
 
@@ -189,23 +184,17 @@ def test_models_that_ranks_cannot_share_are_refused_by_every_rank(
     )
 
 
-def waits(path: str, parallel: ParallelConfig) -> set[float]:
+def waits(path: str, settings: dict[str, Any]) -> set[float]:
     """Timeouts of all groups of an engine, in seconds."""
-    engine = TrainingEngine(
-        ModelConfig(path=path),
-        optimizer=OptimizerConfig(),
-        total_steps=1,
-        device="cpu",
-        parallel=parallel,
-    )
+    engine = build_engine(path, **settings)
     assert engine.checkpointer
     groups = [
-        each
-        for each in dist.distributed_c10d._world.pg_map
-        if each is not dist.GroupMember.NON_GROUP_MEMBER
+        group
+        for group in dist.distributed_c10d._world.pg_map
+        if group is not dist.GroupMember.NON_GROUP_MEMBER
     ]
     assert len(groups) > 1
-    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    backends = [group._get_backend(CPU) for group in groups]
     return {backend.options._timeout.total_seconds() for backend in backends}
 
 
@@ -222,11 +211,8 @@ def waits(path: str, parallel: ParallelConfig) -> set[float]:
     ids=str,
 )
 def test_every_group_has_the_timeout_of_the_whole_world(
-    ranks: RankPool, tmp_path: Path, settings: dict
+    ranks: RankPool, model: str, settings: dict
 ) -> None:
-    save_tiny_model(tmp_path)
     count = 4 if "context_parallel_degree" in settings else 2
-    assert (
-        ranks.run(waits, count, str(tmp_path), ParallelConfig(**settings))
-        == [{TIMEOUT_S}] * count
-    )
+    timeouts = ranks.run(waits, count, model, settings)
+    assert timeouts == [{TIMEOUT_S}] * count

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.refusals import refused
+from tests.workers.model.test_numerics_check import refusal
 from tests.workers.vision_families import EXACT, pictures
 from workers.batch.placed_images import Image
-from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import ModelConfig, ParallelConfig
 from workers.errors import UnsupportedModelError
 from workers.images.images import digest_of, png_of
-from workers.model.engine import TrainingEngine
 from workers.model.model import PackedCausalLM, load_model
 from workers.model.numerics_check import check_numerics
 from workers.model.numerics_probe import make_probe
@@ -129,20 +129,6 @@ def test_what_images_make_wrong_is_refused(
         check_numerics(packed, config)
 
 
-def refusal(path: str, parallel: ParallelConfig) -> str:
-    model = ModelConfig(path=path, dtype="float32", train_vision=True)
-    settings: dict[str, Any] = {
-        "optimizer": OptimizerConfig(),
-        "total_steps": 1,
-        "device": "cpu",
-    }
-    try:
-        TrainingEngine(model, parallel=parallel, check_numerics=True, **settings)
-    except UnsupportedModelError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -159,7 +145,8 @@ def refusal(path: str, parallel: ParallelConfig) -> str:
 def test_engines_over_ranks_pass_the_check_with_images(
     ranks: Any, vision_model: Callable[[str], Path], parallel: ParallelConfig
 ) -> None:
-    assert ranks.run(refusal, 2, str(vision_model("qwen3_vl")), parallel) == ["", ""]
+    options = {"parallel": parallel, "train_vision": True}
+    assert ranks.run(refusal, 2, str(vision_model("qwen3_vl")), options) == ["", ""]
 
 
 def test_gemma_3_is_exact_as_text_and_refuses_images_by_name(

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.refusals import refused
 from tests.workers.model.cases import Way, way
+from tests.workers.model.cpu_engine import backward, build_engine
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.float64 import compute_states_in_float64
 from tests.workers.model.ranks import RankPool, dp_rank
@@ -146,20 +147,13 @@ def rows_of(dp: int, rank: int) -> list[int]:
     return list(range(len(SAMPLES)))[rank::dp][::-1]
 
 
-def build(
-    path: str, parallel: ParallelConfig | None = None, **settings: Any
-) -> TrainingEngine:
+def build(path: str, **settings: Any) -> TrainingEngine:
     optimizer = OptimizerConfig(
         learning_rate=1e-2, vision_learning_rate=settings.pop("vision_rate", 0.0)
     )
-    model = ModelConfig(
-        path=path,
-        **{"dtype": "float64", "compile": "never", "min_shared_tokens": 1} | settings,
-    )
-    engine = TrainingEngine(
-        model, optimizer=optimizer, total_steps=9, device="cpu", parallel=parallel
-    )
-    if model.dtype == "float64":
+    fixed = {"compile": "never", "min_shared_tokens": 1}
+    engine = build_engine(path, optimizer=optimizer, **fixed, **settings)
+    if "dtype" not in settings:
         keep_float64(engine.module.model.config.model_type, engine.module.model)
     return engine
 
@@ -178,7 +172,7 @@ def learn(path: str, batch: DataProto, on: Way, settings: dict[str, Any]) -> Lea
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "BACKEND", "aot_eager")
-        engine = build(path, on.parallel, **settings)
+        engine = build(path, parallel=on.parallel, **settings)
         rank = dp_rank(engine.parallel)
         mine = batch.select_idxs(rows_of(on.dp, rank))
         steps = [(0, len(mine)), (0, 0)] if rank else [(0, 1), (1, len(mine))]
@@ -253,7 +247,7 @@ def trained_and_saved(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     engine = build(path, **TRAINED, vision_rate=1e-3)
     before = {name: each.detach().clone() for name, each in full_weights(engine).items()}
-    engine.forward_backward(batch, [(0, len(batch))], sft, Denominators.of(batch))
+    backward(engine, batch)
     metrics = results(engine.optimizer_step())
     engine.save_checkpoint(f"{folder}/checkpoint", step=1)
     engine.wait_for_checkpoint()
@@ -313,7 +307,7 @@ def test_a_tower_computes_in_half_precision_and_a_frozen_one_is_kept_in_it(
     path = vision_model("idefics3")
     batch = samples("idefics3", path)
     engine = build(str(path), dtype="bfloat16", train_vision=trained)
-    metrics = engine.forward_backward(batch, [(0, len(batch))], sft, Denominators.of(batch))
+    metrics = backward(engine, batch)
     assert results(metrics)["loss"] == pytest.approx(
         reference("idefics3", path)[0], rel=2e-2
     )
