@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.workers.model.cases import way
-from tests.workers.model.cpu_engine import assert_same, build_engine
+from tests.workers.model.cpu_engine import assert_same, backward, build_engine
 from tests.workers.model.optimizer.test_muon import arguments_of, trained
 from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import OptimizerConfig
-from workers.model.losses import Denominators, sft
 from workers.model.optimizer import low_bit
 from workers.model.optimizer.low_bit import decode, encode, rounded_to_bfloat16
 from workers.model.optimizer.optimizer import clear_state, make_optimizer, optimizer_state
@@ -194,28 +193,6 @@ def test_moments_are_the_same_bits_on_any_number_of_ranks(
         assert_same(moments, expected, 0)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("state_dtype", LOW)
-def test_a_run_resumes_to_the_bit_and_on_more_ranks(
-    tmp_path: Path, ranks: RankPool, name: str, state_dtype: str
-) -> None:
-    path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False, hidden_size=64)
-    rate = "policy.optimizer.learning_rate=1e-4"
-    chosen = (
-        f"policy.optimizer.state_dtype={state_dtype}",
-        f"policy.optimizer.name={name}",
-        rate,
-    )
-    arguments = arguments_of(path, tmp_path, *chosen)
-    saved = str(tmp_path / "saved")
-    expected = trained(path, arguments, 1, range(4), "float32")
-    trained(path, arguments, 1, range(2), "float32", saved)
-    assert_same(trained(path, arguments, 1, range(2, 4), "float32", saved), expected, 0)
-    shared = arguments | {"parallel": way("dp 2").parallel}
-    on_two = ranks.run(trained, 2, path, shared, 2, range(2, 4), "float32", saved)[0]
-    assert_same(on_two, expected, 1e-4)
-
-
 def test_a_skipped_step_leaves_the_states_as_they_are(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "tiny", hidden_size=64)
     engine = build_engine(
@@ -223,7 +200,7 @@ def test_a_skipped_step_leaves_the_states_as_they_are(tmp_path: Path) -> None:
     )
     sequences = random_sequences(4, seed=0)
     for is_finite in (True, False):
-        engine.forward_backward(sequences, [(0, 4)], sft, Denominators.of(sequences))
+        backward(engine, sequences, [(0, 4)])
         before = [
             part.clone()
             for state in engine.optimizer.state.values()

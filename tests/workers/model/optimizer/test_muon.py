@@ -130,6 +130,8 @@ def test_ranks_that_share_matrices_take_the_step_of_one_process(
             assert_same(found, expected, 1e-6)
 
 
+NAME = "policy.optimizer.name"
+STATES = "policy.optimizer.state_dtype"
 CUSTOM = f"policy.optimizer.name=custom policy.optimizer.function={__name__}:adagrad"
 
 
@@ -142,34 +144,39 @@ def adagrad(
     )
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
-    ("chosen", "rate"),
+    ("chosen", "rate", "layout", "tolerance"),
     [
-        ("policy.optimizer.name=muon", 1e-5),
-        ("policy.optimizer.name=sgd", 0.1),
-        (CUSTOM, 1e-2),
+        (f"{NAME}=muon", 1e-5, "tp 2", 1e-6),
+        (f"{NAME}=sgd", 0.1, "tp 2", 1e-6),
+        (CUSTOM, 1e-2, "tp 2", 1e-6),
+        *(
+            (f"{NAME}={name} {STATES}={state_dtype}", 1e-4, "dp 2", 1e-4)
+            for name in ("adamw", "muon")
+            for state_dtype in ("bfloat16", "int8")
+        ),
     ],
 )
-def test_a_run_resumes_on_another_layout(
-    tmp_path: Path, ranks: RankPool, chosen: str, rate: float
+def test_a_run_resumes_to_the_bit_and_on_another_layout(
+    tmp_path: Path, ranks: RankPool, chosen: str, rate: float, layout: str, tolerance: float
 ) -> None:
     """To the bit on one rank, in float32. On others gradients round otherwise, and bfloat16 magnifies that in
     Muon.
     """
-    path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False)
+    path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False, hidden_size=64)
     arguments = arguments_of(
         path, tmp_path, *chosen.split(), f"policy.optimizer.learning_rate={rate}"
     )
-    shared = arguments | {"parallel": way("tp 2").parallel}
+    on_two = way(layout)
+    shared = arguments | {"parallel": on_two.parallel}
+    begun, ended = range(2), range(2, 4)
     expected = trained(path, arguments, 1, range(4), "float32")
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    trained(path, arguments, 1, range(2), "float32", one)
-    assert_same(trained(path, arguments, 1, range(2, 4), "float32", one), expected)
-    ranks.run(trained, 2, path, shared, 1, range(2), "float32", two)
-    assert_same(trained(path, arguments, 1, range(2, 4), "float32", two), expected, 1e-6)
-    assert_same(
-        ranks.run(trained, 2, path, shared, 1, range(2, 4), "float32", one)[0],
-        expected,
-        1e-6,
-    )
+    trained(path, arguments, 1, begun, "float32", one)
+    assert_same(trained(path, arguments, 1, ended, "float32", one), expected)
+    ranks.run(trained, 2, path, shared, on_two.dp, begun, "float32", two)
+    from_two = trained(path, arguments, 1, ended, "float32", two)
+    assert_same(from_two, expected, tolerance)
+    to_two = ranks.run(trained, 2, path, shared, on_two.dp, ended, "float32", one)[0]
+    assert_same(to_two, expected, tolerance)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.refusals import refused
 from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.tiny import random_sequences, save_tiny_model
+from tests.workers.model.tiny import random_sequences
 from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.errors import NonFiniteError
 from workers.model.engine import TrainingEngine
@@ -33,11 +33,6 @@ WORK = ("backward", "backward", "step", "backward", "step", "log_probs", "backwa
 """Of each policy, in this order, between the other's."""
 COUNT = 12
 Trained = tuple[dict[str, Tensor], list[float]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def build(model: str, policies: int, **settings: object) -> TrainingEngine:
