@@ -134,18 +134,20 @@ def test_weights_given_out_are_freed_one_conversion_at_a_time(tmp_path, ranks: R
     assert elsewhere == []
 
 
-def test_an_export_replaces_the_one_before(tmp_path):
+def test_an_export_in_two_files_has_an_index_and_is_replaced_by_the_next(tmp_path):
     model = save_as(tmp_path / "source", "llama", torch.float32)
     engine = build(model)
-    engine.save_pretrained(tmp_path / "target", file_bytes=10_000)
-    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 1
+    target = tmp_path / "target"
+    total = sum(weight.nbytes for weight in tensors_of(tmp_path / "source").values())
+    engine.save_pretrained(target, file_bytes=int(total * 0.7))
+    assert len(list(target.glob("*.safetensors"))) == 2
+    index = json.loads((target / INDEX).read_text())
+    assert set(index["weight_map"]) == set(tensors_of(target))
     with torch.no_grad():
         next(iter(engine.module.parameters())).mul_(2)
-    engine.save_pretrained(tmp_path / "target")
-    assert [file.name for file in (tmp_path / "target").glob("*.safetensors*")] == [
-        "model.safetensors"
-    ]
-    assert (tmp_path / "target" / "tokenizer.json").exists()
+    engine.save_pretrained(target)
+    assert [file.name for file in target.glob("*.safetensors*")] == ["model.safetensors"]
+    assert (target / "tokenizer.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
     (tmp_path / "file").write_text("in the way")
     with refused("file/target", OutputError):
@@ -292,16 +294,6 @@ def test_the_template_that_replaced_the_sources_is_saved_instead(tmp_path, ranks
     expected = files_beside(Path(source)) | {"chat_template.jinja": b"{{ messages }}"}
     del expected["additional_chat_templates/tools.jinja"]
     assert files_beside(tmp_path / "target") == expected
-
-
-def test_weights_in_two_files_have_an_index(tmp_path):
-    model = save_as(tmp_path / "source", "qwen2", torch.float32)
-    total = sum(weight.nbytes for weight in tensors_of(tmp_path / "source").values())
-    target = tmp_path / "target"
-    build(model).save_pretrained(target, file_bytes=int(total * 0.7))
-    assert len(list(target.glob("*.safetensors"))) == 2
-    index = json.loads((target / INDEX).read_text())
-    assert set(index["weight_map"]) == set(tensors_of(target))
 
 
 @pytest.mark.parametrize(
