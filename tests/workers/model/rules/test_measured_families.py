@@ -31,12 +31,9 @@ def measured(
 @pytest.mark.parametrize(
     "model_type",
     [
-        "qwen3_next",  # linear attention beside full
         "falcon_h1",  # a state space and attention in one layer, and a factor on the logits
-        "nemotron_h",  # a state space, experts and attention, a layer each
         "granite",  # a divisor of the logits
         "minicpm3",  # latent attention, and a divisor that is a property
-        "glm_moe_dsa",  # selected tokens
         "hy_v4",  # selected tokens and sinks
         "jetmoe",  # takes a view of the attention's output
     ],
