@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from controller.config.offline import RewardLossConfig
 from controller.offline.preference_losses import bradley_terry
+from tests.workers.model import cpu_engine
 from tests.workers.model.cases import (
     CENTRED,
     GROUPS,
@@ -29,12 +30,13 @@ from tests.workers.model.cases import (
     seed_with_gaps,
     way,
 )
+from tests.workers.model.cpu_engine import weights
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
 from tests.workers.model.tiny import VOCABULARY, relative_error, teacher_of
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.metrics import Metrics, merge, results
-from workers.config.roles import ModelConfig, ParallelConfig, ValueLossConfig
+from workers.config.roles import ParallelConfig, ValueLossConfig
 from workers.model import compiled_layers as compiling
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.engine import TrainingEngine
@@ -48,35 +50,36 @@ from workers.model.losses import (
 from workers.model.losses.distillation import TopTokens, hidden_states, log_probs
 from workers.model.sharding.parallel import full_tensor
 
+SAME_SETTINGS = (
+    "dtype",
+    "gradient_checkpointing",
+    "recompute_num_layers",
+    "activation_offload",
+    "layout",
+    "forward_layout",
+    "length_multiple",
+    "share_prefixes",
+    "router_replay",
+    "base_dtype",
+    "reshard_after_forward",
+    "temperature",
+    "head",
+)
+"""Of a case and of an engine."""
+
 
 def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEngine:
-    engine = TrainingEngine(
-        ModelConfig(
-            path=path,
-            dtype=case.dtype,
-            gradient_checkpointing=case.gradient_checkpointing,
-            recompute_num_layers=case.recompute_num_layers,
-            activation_offload=case.activation_offload,
-            layout=case.layout,
-            forward_layout=case.forward_layout,
-            length_multiple=case.length_multiple,
-            share_prefixes=case.share_prefixes,
-            min_shared_tokens=1,
-            router_replay=case.router_replay,
-            router_aux_loss_coefficient=case.router_losses[0],
-            router_z_loss_coefficient=case.router_losses[1],
-            lora=case.adapters,
-            base_dtype=case.base_dtype,
-            compile="always" if case.compiled else "never",
-        ),
+    engine = cpu_engine.build_engine(
+        path,
+        **{name: getattr(case, name) for name in SAME_SETTINGS},
+        min_shared_tokens=1,
+        router_aux_loss_coefficient=case.router_losses[0],
+        router_z_loss_coefficient=case.router_losses[1],
+        lora=case.adapters,
+        compile="always" if case.compiled else "never",
         optimizer=OPTIMIZER,
-        optimizer_offload=case.optimizer_offload,
-        total_steps=10,
-        device="cpu",
-        reshard_after_forward=case.reshard_after_forward,
-        temperature=case.temperature,
+        offload=case.optimizer_offload,
         parallel=parallel,
-        head=case.head,
     )
     keep_float64(case, engine.module.model)
     return engine
@@ -117,7 +120,7 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
         "outputs": dict(zip(share.rows, outputs, strict=True)),
         "metrics": metrics,
         "gradients": gradients,
-        "weights": {name: weight.clone() for name, weight in engine.named_weights()},
+        "weights": weights(engine),
     }
 
 
@@ -159,14 +162,11 @@ def taught(
     micro_batches: list[tuple[int, int]],
 ) -> DataProto:
     """Add the columns that another engine, the teacher's, gives these ranks."""
-    model = ModelConfig(
-        path=teacher_of(path), dtype=case.dtype, share_prefixes=case.share_prefixes
-    )
-    teacher = TrainingEngine(
-        model,
+    teacher = cpu_engine.build_engine(
+        teacher_of(path),
+        dtype=case.dtype,
+        share_prefixes=case.share_prefixes,
         optimizer=None,
-        total_steps=1,
-        device="cpu",
         temperature=case.temperature,
         parallel=way.parallel,
     )

@@ -17,8 +17,9 @@ from torch import Tensor
 from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
-from tests.workers.model import tiny
-from tests.workers.model.cases import OPTIMIZER, Case, Way, random_plan, way
+from tests.workers.model import cpu_engine, tiny
+from tests.workers.model.cases import Case, Way, random_plan, way
+from tests.workers.model.cpu_engine import backward, weights
 from tests.workers.model.exact import (
     CountedCalls,
     assert_gradients,
@@ -38,9 +39,9 @@ from tests.workers.model.tiny import (
     teacher_of,
 )
 from workers.batch.metrics import Metrics, merge, results
-from workers.config.roles import LossConfig, ModelConfig, ParallelConfig
+from workers.config.roles import LossConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, make_policy_loss, sft
+from workers.model.losses import Denominators, make_policy_loss
 
 
 def qwen3(**settings: Any) -> Case:
@@ -430,17 +431,12 @@ def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
         assert_gradients(gradients, reference_outcome(case, path), case.tolerance)
 
 
-def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
-    engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float32"),
-        optimizer=OPTIMIZER,
-        total_steps=10,
-        **arguments,
-    )
+def collectives(path: str, parallel: ParallelConfig) -> dict[str, int]:
+    engine = cpu_engine.build_engine(path, dtype="float32", parallel=parallel)
     sequences = random_sequences(dtype=torch.float32)
     steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
     with CountedCalls() as calls:
-        engine.forward_backward(sequences, steps, sft, Denominators.of(sequences))
+        backward(engine, sequences, steps)
     return dict(calls.counts)
 
 
@@ -468,17 +464,16 @@ def test_a_configuration_says_when_gradients_are_reduced(
         write_workspace(tmp_path),
         ("policy.data_parallel=4", "model.share_prefixes=never", *overrides),
     )
-    settings = worker_arguments(config, "policy")
-    arguments = {name: settings[name] for name in ("device", "parallel")}
+    parallel = worker_arguments(config, "policy")["parallel"]
     units = 3  # two layers and the root
-    for counts in ranks.run(collectives, 4, model(folder), arguments):
+    for counts in ranks.run(collectives, 4, model(folder), parallel):
         assert counts["c10d._reduce_scatter_base_.default"] == scatters * units
         assert counts.get("c10d.allreduce_.default", 0) == sums * units
 
 
 def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
     engine = build_engine(PLAIN, path, way.parallel)
-    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    before = weights(engine)
     share = random_plan(way.dp, seed=0)[dp_rank(engine.parallel)]
     sequences = random_sequences().select_idxs(share.rows)
     if dp_rank(engine.parallel) == way.dp - 1:
@@ -524,7 +519,7 @@ def load_and_train(case: Case, path: str, way: Way, checkpoint: str) -> dict[str
 def weights_after_a_step(engine: TrainingEngine, case: Case, way: Way) -> dict[str, Tensor]:
     learn(engine, case, way, seed=2)
     engine.optimizer_step()
-    return {name: weight.clone() for name, weight in engine.named_weights()}
+    return weights(engine)
 
 
 @pytest.mark.drawn(2)
@@ -548,8 +543,8 @@ def test_training_continues_from_a_checkpoint_under_another_sharding(
     expected = ranks.run(
         train_and_save, way(before).ranks, case, path, way(before), checkpoint
     )[0]
-    for weights in ranks.run(
+    for result in ranks.run(
         load_and_train, way(after).ranks, case, path, way(after), checkpoint
     ):
         for name, weight in expected.items():
-            assert relative_error(weights[name], weight) < 1e-6, name
+            assert relative_error(result[name], weight) < 1e-6, name

@@ -12,7 +12,7 @@ from tests.workers.model.checkpoint.test_checkpoint import saved_at, train
 from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig
+from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.errors import ConfigError
 from workers.model.engine import TrainingEngine
 from workers.model.low_bit_linear import (
@@ -36,11 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(model: str, base_dtype: str, dtype: str = "float32") -> TrainingEngine:
     """Build an engine, which compares with transformers' forward pass of the rounded weights."""
-    return TrainingEngine(
-        ModelConfig(path=model, dtype=dtype, lora=LORA, base_dtype=base_dtype),
+    return build_engine(
+        model,
+        dtype=dtype,
+        lora=LORA,
+        base_dtype=base_dtype,
         optimizer=OptimizerConfig(learning_rate=3e-2),
-        total_steps=10,
-        device="cpu",
         check_numerics=True,
     )
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.cpu_engine import build_engine
+from tests.workers.model.cpu_engine import backward, build_engine
 from tests.workers.model.ranks import RankError, RankPool, gloo_loops
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.model.losses import Denominators, sft
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:
@@ -38,9 +37,7 @@ def fault(marks: Path, times: int) -> int:
 def train(path: str) -> int:
     """One step; process groups' threads before it."""
     known, engine, sequences = gloo_loops(), build_engine(path), random_sequences()
-    engine.forward_backward(
-        sequences, [(0, len(sequences))], sft, Denominators.of(sequences)
-    )
+    backward(engine, sequences)
     engine.optimizer_step()
     return known
 

@@ -19,6 +19,11 @@ from transformers import (
 from workers.batch.dataproto import DataProto
 
 VOCABULARY = 37
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 LATENT_ATTENTION: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -51,21 +56,11 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
-        {
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
+        EXPERTS | {"head_dim": 16},
     ),
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-        },
+        EXPERTS | {"shared_expert_intermediate_size": 24},
     ),
     "mixtral": (
         transformers.MixtralConfig,
@@ -115,13 +110,7 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "qwen3_5": (transformers.Qwen3_5TextConfig, GATED_DELTA),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
-        GATED_DELTA
-        | {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-        },
+        GATED_DELTA | EXPERTS | {"shared_expert_intermediate_size": 24},
     ),
     "nemotron_h": (
         transformers.NemotronHConfig,

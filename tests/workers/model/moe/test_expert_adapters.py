@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
-from tests.workers.model.cpu_engine import assert_same, build_engine, weights
+from tests.workers.model.cpu_engine import assert_same, backward, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import (
     VOCABULARY,
@@ -26,7 +26,6 @@ from tests.workers.model.tiny import (
 from workers.config.roles import LoraConfig
 from workers.model.checkpoint.lora import add_adapters
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, sft
 from workers.model.moe.expert_adapters import stored_expert_weights
 from workers.model.sharding.parallel import full_tensor
 
@@ -73,7 +72,7 @@ def of_engine(path: str, lora: LoraConfig, parallel: dict[str, int]) -> dict[str
     engine = build_engine(path, lora=lora, **parallel)
     sequences = random_sequences()
     merged = weights(engine)
-    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    backward(engine, sequences)
     return {"merged": merged, "gradients": gradients(engine)}
 
 
@@ -125,7 +124,7 @@ def test_what_is_saved_loads_in_peft_and_here(tmp_path: Path, names: str) -> Non
     lora = replace(LORA, target_parameters=names)
     engine = build_engine(path, lora=lora)
     sequences = random_sequences()
-    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    backward(engine, sequences)
     engine.optimizer_step()
     engine.save_adapters(tmp_path / "adapters")
     expected, _ = engine.log_probs(sequences, ALL)
