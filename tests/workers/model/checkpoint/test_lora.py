@@ -30,7 +30,7 @@ from workers.model.checkpoint.lora import (
     modules_left_out,
     write_adapters,
 )
-from workers.model.checkpoint.stored_adapters import FILE
+from workers.model.checkpoint.stored_adapters import FILE, _last_parts
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.sharding.parallel import full_tensor
@@ -232,6 +232,12 @@ def test_adapters_that_the_settings_do_not_describe_are_refused_by_name(
         )
     with refused(named):
         add_adapters(policy, lora)
+
+
+def test_weights_of_experts_are_compared_by_their_last_two_names():
+    names = ["layers.0.mlp.experts.gate_up_proj", "experts.down_proj"]
+    assert _last_parts(names) == ["experts.down_proj", "experts.gate_up_proj"]
+    assert _last_parts(None) == []
 
 
 def test_without_adapters_the_policy_is_its_own_reference(model):
