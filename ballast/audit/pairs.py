@@ -14,7 +14,7 @@ import numpy as np
 
 from ballast.audit.bundle import Bundle, MissingError
 from ballast.audit.finding import Problem
-from ballast.audit.token_sums import segment_sums
+from ballast.audit.token_sums import loss_tokens, segment_sums
 
 MEAN_BOUNDS = {"float32": 2e-3, "float64": 2e-3}
 """Mean difference of sampler and trainer, nats a token. Exact models reach 3e-5 in float32."""
@@ -29,6 +29,21 @@ EXPLAINED_SHARE = 0.25
 
 Selection = Callable[[Bundle], np.ndarray]
 """Places of the tokens of a part that are compared."""
+
+
+def mini_batch_tokens(
+    bundle: Bundle, *, first: bool, among: Selection = loss_tokens
+) -> Selection:
+    """Select tokens of the first optimiser step, or of the later ones. Raises MissingError without mini_batch."""
+    first_number = bundle.row_column("mini_batch").min()
+
+    def select(part: Bundle) -> np.ndarray:
+        places = among(part)
+        rows = np.searchsorted(part.offsets, places, side="right") - 1
+        is_first = part.row_column("mini_batch")[rows] == first_number
+        return places[is_first == first]
+
+    return select
 
 
 @dataclass(frozen=True)

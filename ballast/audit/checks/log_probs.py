@@ -7,7 +7,7 @@ import numpy as np
 
 from ballast.audit.bundle import Bundle, MissingError
 from ballast.audit.finding import Finding, Problem, failed, passed, unknown
-from ballast.audit.pairs import compare, explain, mean_bound
+from ballast.audit.pairs import compare, explain, mean_bound, mini_batch_tokens
 from ballast.audit.token_sums import loss_tokens
 
 COLUMNS = ("sampler_logprobs", "old_logprobs", "new_logprobs", "reference_logprobs")
@@ -108,7 +108,10 @@ def check_filled(bundle: Bundle) -> Finding:
 
 
 def check_sampler(bundle: Bundle) -> Finding:
-    """Check that sampler and trainer give the same log-probs at equal weights."""
+    """Check that sampler and trainer give the same log-probs at equal weights.
+
+    Without old log-probs, those of the first update are compared: later ones come from weights that have moved.
+    """
     name = "log_probs.sampler_and_trainer"
     bound = mean_bound(bundle)
     checked = "sampler and trainer agree at equal weights, in nats a token"
@@ -119,6 +122,9 @@ def check_sampler(bundle: Bundle) -> Finding:
         bundle.has("weight_versions") and bundle.facts.weight_version is not None
     )
     selection = _tokens_at_equal_weights if versions_known else loss_tokens
+    is_of_updates = trainer == "new_logprobs"
+    if is_of_updates and bundle.has("mini_batch"):
+        selection = mini_batch_tokens(bundle, first=True, among=selection)
     comparison = compare(bundle, "sampler_logprobs", trainer, selection)
     if not comparison.count:
         return unknown(name, checked, "tokens of the trainer's weight_version")
@@ -131,6 +137,8 @@ def check_sampler(bundle: Bundle) -> Finding:
         return unknown(
             name, checked, "log-probs of the whole distribution (top-p or top-k cut them)"
         )
+    if problem is None and is_of_updates and not bundle.has("mini_batch"):
+        return unknown(name, checked, "old_logprobs, or mini_batch")
     if problem is None and not versions_known:
         return unknown(name, checked, "weight_versions")
     if problem is None:

@@ -4,7 +4,7 @@ import numpy as np
 
 from ballast.audit.bundle import Bundle, MissingError
 from ballast.audit.finding import Finding, Problem, failed, passed, unknown
-from ballast.audit.pairs import Selection, compare, explain, mean_bound
+from ballast.audit.pairs import compare, explain, mean_bound, mini_batch_tokens
 from ballast.audit.token_sums import loss_tokens, trained_rows
 
 LARGEST_MEAN = {"float32": 1e-3, "float64": 1e-3}
@@ -21,7 +21,7 @@ def check_first_update(bundle: Bundle) -> Finding:
     if _old_is_the_samplers(bundle):
         bound = max(bound, mean_bound(bundle))
     selection = (
-        _mini_batch_tokens(bundle, first=True) if bundle.has("mini_batch") else loss_tokens
+        mini_batch_tokens(bundle, first=True) if bundle.has("mini_batch") else loss_tokens
     )
     comparison = compare(bundle, "new_logprobs", "old_logprobs", selection)
     rows = comparison.rows_beyond(bound)
@@ -40,19 +40,6 @@ def check_first_update(bundle: Bundle) -> Finding:
         advice = "Dropout, other weights, or other positions in one of the two passes: `--model` tries them."
         problem = Problem("ratio_not_one", text, advice, rows)
     return failed(name, checked, comparison.count, problem, **details)
-
-
-def _mini_batch_tokens(bundle: Bundle, *, first: bool) -> Selection:
-    """Select loss tokens of the first optimiser step, or of the later ones."""
-    first_number = bundle.row_column("mini_batch").min()
-
-    def select(part: Bundle) -> np.ndarray:
-        places = loss_tokens(part)
-        rows = np.searchsorted(part.offsets, places, side="right") - 1
-        is_first = part.row_column("mini_batch")[rows] == first_number
-        return places[is_first == first]
-
-    return select
 
 
 def _old_is_the_samplers(bundle: Bundle) -> bool:
@@ -76,7 +63,7 @@ def check_later_updates(bundle: Bundle) -> Finding:
     if bundle.facts.learning_rate == 0:
         return passed(name, f"{checked} (the learning rate is 0)", 0)
 
-    selection = _mini_batch_tokens(bundle, first=False)
+    selection = mini_batch_tokens(bundle, first=False)
     comparison = compare(bundle, "new_logprobs", "old_logprobs", selection)
     details = {"residual": comparison.mean}
     if comparison.mean > 0:

@@ -38,6 +38,27 @@ def test_no_gradient_is_no_alarm_where_every_ratio_is_clipped(loss: str) -> None
     assert alarms(unclipped)["loss.gradient_norm"] == "zero_gradient"
 
 
+@pytest.mark.parametrize(
+    ("removed", "verdict"),
+    [
+        (("old_logprobs",), Verdict.PASSED),
+        (("old_logprobs", "mini_batch"), Verdict.UNKNOWN),
+    ],
+)
+def test_log_probs_of_later_updates_are_not_held_against_the_sampler(
+    removed: tuple[str, ...], verdict: Verdict
+) -> None:
+    """The weights of the second update are not the sampler's any more."""
+    bundle = clean_step(mini_batches=2)
+    tokens, rows = (
+        {name: column for name, column in columns.items() if name not in removed}
+        for columns in (bundle.tokens, bundle.rows)
+    )
+    findings = check_step(replace(bundle, tokens=tokens, rows=rows))
+    verdicts = {finding.name: finding.verdict for finding in findings}
+    assert verdicts["log_probs.sampler_and_trainer"] == verdict
+
+
 recipes = st.builds(
     Recipe,
     seed=st.integers(0, 2**32 - 1),
