@@ -1,8 +1,4 @@
-r"""Verdicts of the math reward, beside those of other graders on the same pairs.
-
-Columns of PAIRS: expected answer, response, right verdict, then what graders said: math-verify 0.9.0 (answer in `$`),
-verl's `math_reward` (string in the last box), `math_dapo` (strict box), `prime_math`; commit b178a3cd of verl.
-"""
+"""Verdicts of the math reward."""
 
 from collections.abc import Callable
 
@@ -13,203 +9,154 @@ from workers.math_answers import examine_answers, read_expected
 from workers.reward_functions import math
 
 # fmt: off
-PAIRS = [
-    ("4", r"<think>\boxed{3}</think> \boxed{4}", 1, "0111"),
-    ("4", r"I get \boxed{3}, so the answer is \boxed{4}", 1, "0111"),
-    ("4", r"\boxed{3}, \boxed{4}", 0, "0111"),
-    ("3,4", r"\boxed{3}, \boxed{4}", 1, "1000"),
-    ("3,4", r"$\boxed{3}$ and $\boxed{4}$", 1, "1000"),
-    ("1, 2", r"\boxed{1, 2}", 1, "1111"),
-    ("1, 2", r"\boxed{2,1}", 1, "1000"),
-    ("1, 2", "1, 2", 1, "0001"),
-    ("1, 2", r"\boxed{2}", 0, "0000"),
-    ("1, 2", r"\boxed{1}", 0, "0000"),
-    ("y = 2x + 3", r"\boxed{y=2x+3}", 1, "1101"),
-    ("y = 2x + 3", "y = 2x+3", 1, "0001"),
-    ("y = 2x + 3", r"\boxed{2x + 3}", 1, "1101"),
-    ("y=2x+3", r"\boxed{3}", 0, "0000"),
-    ("3:2", r"\boxed{3:2}", 1, "1111"),
-    ("3:2", r"\boxed{3 : 2}", 1, "1100"),
-    ("3:2", "3:2", 1, "0001"),
-    ("3:2", "The ratio is $3:2$.", 1, "1000"),
-    ("3:2", "The ratio is 3:2.", 1, "0000"),
-    ("3:2", r"\boxed{2:3}", 0, "0000"),
-    ("3:2", r"\boxed{2}", 0, "0000"),
-    ("3:2", r"\boxed{3}", 0, "0000"),
-    ("3:2", r"\boxed{\frac{3}{2}}", 1, "1000"),
-    ("n=3k", r"\boxed{3}", 0, "0000"),
-    ("n=3k", r"\boxed{n=3k}", 1, "1111"),
-    ("n=3k", r"\boxed{3k}", 1, "1101"),
-    ("n=3k", "so n = 3k", 1, "0001"),
-    ("n=3k", "3", 0, "0000"),
-    ("1,000", r"\boxed{1000}", 1, "1001"),
-    ("1000", r"\boxed{1,000}", 1, "1001"),
-    ("72", "72", 1, "1001"),
-    ("72 apples", r"\boxed{72}", 1, "1000"),
-    ("72", r"\boxed{72 apples}", 1, "1000"),
-    ("72", r"\boxed{72\text{ apples}}", 1, "1101"),
-    ("50%", r"\boxed{0.5}", 1, "1001"),
-    (r"50\%", r"\boxed{50}", 1, "1101"),
-    ("50 percent", r"\boxed{50\%}", 1, "1000"),
-    ("#### 72", "72", 1, "1000"),
-    ("so 3\n#### 72", r"\boxed{72}", 1, "1000"),
-    ("72", "it is 3\n#### 72", 1, "1000"),
-    ("blue", r"\boxed{blue}", 1, "1111"),
-    ("blue", r"\boxed{\text{blue}}", 1, "1001"),
-    ("blue", "blue", 1, "0001"),
-    ("blue", r"\boxed{red}", 0, "0000"),
-    ("A", r"\boxed{A}", 1, "1111"),
-    ("A", r"\boxed{B}", 0, "0000"),
-    ("A", "The answer is A", 1, "0001"),
-    ("(A)", r"\boxed{A}", 1, "1001"),
-    ("Monday", r"\boxed{\text{Monday}}", 1, "1001"),
-    (r"\frac{1}{2}", r"\boxed{0.5}", 1, "1101"),
-    (r"\frac{1}{3}", r"\boxed{0.333}", 0, "0000"),
-    ("x^2+2x+1", r"\boxed{(x+1)^2}", 1, "1001"),
-    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1, "1001"),
-    ("(1,2)", r"\boxed{(1,2)}", 1, "1111"),
-    ("(1,2)", r"\boxed{(2,1)}", 0, "0000"),
-    ("[1,2)", r"\boxed{[1,2)}", 1, "1111"),
-    (r"\{1,2\}", r"\boxed{1,2}", 1, "1000"),
-    ("x>3", r"\boxed{(3,\infty)}", 1, "1000"),
-    (r"(3,\infty)", r"\boxed{x>3}", 1, "0000"),
-    (r"5\text{ cm}", r"\boxed{5}", 1, "1101"),
-    ("5 cm", r"\boxed{5}", 1, "1001"),
-    ("$5", r"\boxed{5}", 1, "1001"),
-    (r"\$5", r"\boxed{5}", 1, "0101"),
-    ("5", r"\boxed{\$5}", 1, "1101"),
-    (r"90^\circ", r"\boxed{90}", 1, "1101"),
-    ("90°", r"\boxed{90}", 1, "1000"),
-    ("2 pi", r"\boxed{2\pi}", 1, "0001"),
-    ("2π", r"\boxed{2\pi}", 1, "1000"),
-    ("2*x", r"\boxed{2x}", 1, "1001"),
-    ("sqrt(2)", r"\boxed{\sqrt{2}}", 1, "1001"),
-    ("1/2", r"\boxed{\frac{1}{2}}", 1, "1101"),
-    ("2^10", r"\boxed{1024}", 1, "1000"),
-    ("10!", r"\boxed{3628800}", 1, "1000"),
-    ("1e3", r"\boxed{1000}", 1, "0001"),
-    ("x=3", r"\boxed{3}", 1, "1101"),
-    ("3", r"\boxed{x=3}", 1, "1101"),
-    ("-3", r"\boxed{3}", 0, "0000"),
-    ("no solution", r"\boxed{\text{no solution}}", 1, "1001"),
-    (r"\text{Yes}", r"\boxed{Yes}", 1, "1001"),
-    ("12:30", r"\boxed{12:30}", 1, "1111"),
-    ("12:30", r"\boxed{1:30}", 0, "0000"),
-    ("3", r"<think> maybe \boxed{3}", 0, "1111"),
-    ("3", r"\boxed{3", 0, "0001"),
-    ("3", "", 0, "0000"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", 1, "1111"),
-    ("2", "So $x=1$ or $x=2$.", 0, "0001"),
-    (r"\pm 2", r"\boxed{2,-2}", 1, "1000"),
-    (r"\pm 2", r"\boxed{2}", 0, "0000"),
-    ("120_3", r"\boxed{120_3}", 1, "1111"),
-    (r"x \in \{1,2\}", r"\boxed{1,2}", 1, "1000"),
-    ("1 1/2", r"\boxed{1.5}", 1, "0001"),
-    (r"1\frac12", r"\boxed{1.5}", 1, "1001"),
-    ("3 million", r"\boxed{3000000}", 1, "0000"),
-    ("3", "Answer: 3", 1, "1001"),
-    ("3", "**Answer:** 3", 1, "1000"),
-    ("AB", r"\boxed{AB}", 1, "1111"),
-    ("ABCD", r"\boxed{ABDC}", 0, "1000"),
-    ("1,2,3", r"\boxed{1, 2, 3}", 1, "1101"),
-    ("1,2,3", r"\boxed{3,2,1}", 1, "1000"),
-    ("i", r"\boxed{i}", 1, "1111"),
-    ("1+2i", r"\boxed{2i+1}", 1, "1001"),
-    ("12 and 15", r"\boxed{12, 15}", 1, "1000"),
-    ("12 or 15", r"\boxed{15}", 0, "0000"),
-    ("2x", r"\boxed{2}", 0, "0000"),
-    ("x+2", r"\boxed{2}", 0, "0000"),
-    ("2m", r"\boxed{2}", 1, "1000"),
-    ("4", r"so \boxed{3}. Then \boxed{4}", 1, "0111"),
-    ("7", r"\(\boxed{7}\)", 1, "1111"),
-    ((
-        "10455"
-    ), r"first \boxed{200}. Final Answer: The final answer is $10455$. I hope it is correct.", 1, "1001"),
-    ("ABCD", r"\boxed{ABCD}", 1, "1111"),
-    (r"1-\frac{1}{e}", r"\boxed{1+\frac{1}{e}}", 0, "0000"),
-    ("7,425,000", r"\boxed{7425000}", 1, "1001"),
-    (r"\text{east}", r"\boxed{\text{East}}", 1, "1001"),
-    (r"\frac{3}{4}", r"\boxed{75\%}", 1, "1000"),
-    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}", 1, "0000"),
-    (r"11\frac{1}{4}", r"\boxed{11.25}", 1, "1001"),
+RIGHT = [
+    ("4", r"<think>\boxed{3}</think> \boxed{4}"),
+    ("4", r"I get \boxed{3}, so the answer is \boxed{4}"),
+    ("3,4", r"\boxed{3}, \boxed{4}"),
+    ("3,4", r"$\boxed{3}$ and $\boxed{4}$"),
+    ("1, 2", r"\boxed{1, 2}"),
+    ("1, 2", r"\boxed{2,1}"),
+    ("1, 2", "1, 2"),
+    ("y = 2x + 3", r"\boxed{y=2x+3}"),
+    ("y = 2x + 3", "y = 2x+3"),
+    ("y = 2x + 3", r"\boxed{2x + 3}"),
+    ("3:2", r"\boxed{3:2}"),
+    ("3:2", r"\boxed{3 : 2}"),
+    ("3:2", "3:2"),
+    ("3:2", "The ratio is $3:2$."),
+    ("3:2", r"\boxed{\frac{3}{2}}"),
+    ("n=3k", r"\boxed{n=3k}"),
+    ("n=3k", r"\boxed{3k}"),
+    ("1,000", r"\boxed{1000}"),
+    ("1000", r"\boxed{1,000}"),
+    ("72", "72"),
+    ("72 apples", r"\boxed{72}"),
+    ("72", r"\boxed{72 apples}"),
+    ("72", r"\boxed{72\text{ apples}}"),
+    ("50%", r"\boxed{0.5}"),
+    (r"50\%", r"\boxed{50}"),
+    ("50 percent", r"\boxed{50\%}"),
+    ("#### 72", "72"),
+    ("so 3\n#### 72", r"\boxed{72}"),
+    ("72", "it is 3\n#### 72"),
+    ("blue", r"\boxed{blue}"),
+    ("blue", r"\boxed{\text{blue}}"),
+    ("blue", "blue"),
+    ("A", r"\boxed{A}"),
+    ("A", "The answer is A"),
+    ("(A)", r"\boxed{A}"),
+    ("Monday", r"\boxed{\text{Monday}}"),
+    (r"\frac{1}{2}", r"\boxed{0.5}"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}"),
+    ("(1,2)", r"\boxed{(1,2)}"),
+    ("[1,2)", r"\boxed{[1,2)}"),
+    (r"\{1,2\}", r"\boxed{1,2}"),
+    ("x>3", r"\boxed{(3,\infty)}"),
+    (r"(3,\infty)", r"\boxed{x>3}"),
+    (r"5\text{ cm}", r"\boxed{5}"),
+    ("5 cm", r"\boxed{5}"),
+    ("$5", r"\boxed{5}"),
+    (r"\$5", r"\boxed{5}"),
+    ("5", r"\boxed{\$5}"),
+    (r"90^\circ", r"\boxed{90}"),
+    ("90°", r"\boxed{90}"),
+    ("2π", r"\boxed{2\pi}"),
+    ("2*x", r"\boxed{2x}"),
+    ("sqrt(2)", r"\boxed{\sqrt{2}}"),
+    ("1/2", r"\boxed{\frac{1}{2}}"),
+    ("2^10", r"\boxed{1024}"),
+    ("10!", r"\boxed{3628800}"),
+    ("1e3", r"\boxed{1000}"),
+    ("x=3", r"\boxed{3}"),
+    ("3", r"\boxed{x=3}"),
+    ("no solution", r"\boxed{\text{no solution}}"),
+    (r"\text{Yes}", r"\boxed{Yes}"),
+    ("12:30", r"\boxed{12:30}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
+    (r"\pm 2", r"\boxed{2,-2}"),
+    ("120_3", r"\boxed{120_3}"),
+    (r"x \in \{1,2\}", r"\boxed{1,2}"),
+    ("1 1/2", r"\boxed{1.5}"),
+    (r"1\frac12", r"\boxed{1.5}"),
+    ("3", "Answer: 3"),
+    ("3", "**Answer:** 3"),
+    ("AB", r"\boxed{AB}"),
+    ("1,2,3", r"\boxed{1, 2, 3}"),
+    ("1,2,3", r"\boxed{3,2,1}"),
+    ("i", r"\boxed{i}"),
+    ("1+2i", r"\boxed{2i+1}"),
+    ("12 and 15", r"\boxed{12, 15}"),
+    ("2m", r"\boxed{2}"),
+    ("4", r"so \boxed{3}. Then \boxed{4}"),
+    ("7", r"\(\boxed{7}\)"),
+    ("10455", r"first \boxed{200}. Final Answer: The final answer is $10455$. I hope it is correct."),
+    ("ABCD", r"\boxed{ABCD}"),
+    ("7,425,000", r"\boxed{7425000}"),
+    (r"\text{east}", r"\boxed{\text{East}}"),
+    (r"\frac{3}{4}", r"\boxed{75\%}"),
+    (r"11\frac{1}{4}", r"\boxed{11.25}"),
+    ("-5", r"\boxed{–5}"),
+    ("€45", r"\boxed{45}"),
+    ("½", r"\boxed{\frac12}"),
+    ("x²", r"\boxed{x^2}"),
+    ("√2", r"\boxed{\sqrt{2}}"),
+    ("3√(10)", r"\boxed{3\sqrt{10}}"),
+    ("60˚", r"\boxed{60}"),
+    ("12345", r"\boxed{12\,345}"),
+    ("12345", r"\boxed{12\ 345}"),
+    ("1000000", r"\boxed{1{,}000{,}000}"),
+    ("2 1/2", r"\boxed{2\frac{1}{2}}"),
+    ("1.5e-3", r"\boxed{0.0015}"),
+    ("12.5", r"\boxed{12.5\%}"),
+    ("7", r"\boxed{7.}"),
+    ("**7**", r"\boxed{7}"),
+    ("7.", r"\boxed{7}"),
+    ("7", "<think>a</think><answer>7</answer>"),
+    ("7", "答案：7"),
+    ("10 cm^2", r"\boxed{10\text{ cm}^2}"),
+    ("June 5", r"\boxed{\text{June }5}"),
+    ("Yes", "Yes."),
+    (r"(-\infty, 3]", r"\boxed{x \le 3}"),
+    ("(1,3)", r"\boxed{1<x<3}"),
+    (r"\emptyset", r"\boxed{\varnothing}"),
+    ("C", r"\boxed{C. 5}"),
+    ("(C) 5", r"\boxed{C}"),
+    (r"\textbf{(D)}\ 12", r"\boxed{12}"),
+    ("D", "The answer is (D)."),
+    ("D", "**D**"),
+    ("D", "D."),
+    (r"$\frac{1}{2}$", r"so it is \boxed{\frac{2}{4}}"),
+    ("0.5", r"so it is $\frac{1}{2}$"),
+    ("72", "first 3, then the answer is 72"),
+    ("$(x+1)^2$", "$x^2 + 2x + 1$"),
 ]
-# fmt: on
-DISAGREE = {
-    ("3:2", "The ratio is 3:2."),
-    ("n=3k", "so n = 3k"),
-    ("2 pi", r"\boxed{2\pi}"),
-    ("3 million", r"\boxed{3000000}"),
-    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}"),
-}
-"""Pairs on which the reward is wrong, by place: sentences without a box, and forms that math-verify does not
-read.
-"""
-
-
-@pytest.mark.parametrize("place", range(len(PAIRS)))
-def test_the_verdict_is_right_but_for_the_listed_pairs(place: int) -> None:
-    answer, response, right, _ = PAIRS[place]
-    assert (math(response, answer)["reward"] == right) is (
-        (answer, response) not in DISAGREE
-    )
-
-
-def test_no_other_grader_is_right_more_often() -> None:
-    rights = [
-        sum(int(verdicts[grader]) == right for _, _, right, verdicts in PAIRS)
-        for grader in range(4)
-    ]
-    assert len(PAIRS) - len(DISAGREE) > max(rights)
-
-
-KINDS = {
-    "signs": [
-        ("-5", "\\boxed{–5}"),
-        ("€45", "\\boxed{45}"),
-        ("½", r"\boxed{\frac12}"),
-        ("x²", r"\boxed{x^2}"),
-    ],
-    "roots": [
-        ("√2", r"\boxed{\sqrt{2}}"),
-        ("3√(10)", r"\boxed{3\sqrt{10}}"),
-        ("60˚", r"\boxed{60}"),
-    ],
-    "thousands": [
-        ("12345", r"\boxed{12\,345}"),
-        ("12345", r"\boxed{12\ 345}"),
-        ("1000000", r"\boxed{1{,}000{,}000}"),
-    ],
-    "numbers": [
-        ("2 1/2", r"\boxed{2\frac{1}{2}}"),
-        ("1.5e-3", r"\boxed{0.0015}"),
-        ("12.5", r"\boxed{12.5\%}"),
-    ],
-    "ends": [("7", r"\boxed{7.}"), ("**7**", r"\boxed{7}"), ("7.", r"\boxed{7}")],
-    "tags": [("7", "<think>a</think><answer>7</answer>"), ("7", "答案：7")],
-    "texts": [
-        ("10 cm^2", r"\boxed{10\text{ cm}^2}"),
-        ("June 5", r"\boxed{\text{June }5}"),
-        ("Yes", "Yes."),
-    ],
-    "sets": [
-        (r"(-\infty, 3]", r"\boxed{x \le 3}"),
-        ("(1,3)", r"\boxed{1<x<3}"),
-        (r"\emptyset", r"\boxed{\varnothing}"),
-    ],
-    "choices": [
-        ("C", r"\boxed{C. 5}"),
-        ("(C) 5", r"\boxed{C}"),
-        (r"\textbf{(D)}\ 12", r"\boxed{12}"),
-    ],
-    "choices in sentences": [
-        ("D", "The answer is (D)."),
-        ("D", "**D**"),
-        ("D", "D."),
-        ("A", "The answer is A"),
-    ],
-}
-"""Right answers in notations that math-verify does not read, or takes for something else."""
 WRONG = [
+    ("4", r"\boxed{3}, \boxed{4}"),
+    ("1, 2", r"\boxed{2}"),
+    ("1, 2", r"\boxed{1}"),
+    ("y=2x+3", r"\boxed{3}"),
+    ("3:2", r"\boxed{2:3}"),
+    ("3:2", r"\boxed{2}"),
+    ("3:2", r"\boxed{3}"),
+    ("n=3k", r"\boxed{3}"),
+    ("n=3k", "3"),
+    ("blue", r"\boxed{red}"),
+    ("A", r"\boxed{B}"),
+    (r"\frac{1}{3}", r"\boxed{0.333}"),
+    ("(1,2)", r"\boxed{(2,1)}"),
+    ("-3", r"\boxed{3}"),
+    ("12:30", r"\boxed{1:30}"),
+    ("3", r"<think> maybe \boxed{3}"),
+    ("3", r"\boxed{3"),
+    ("3", ""),
+    ("2", "So $x=1$ or $x=2$."),
+    (r"\pm 2", r"\boxed{2}"),
+    ("ABCD", r"\boxed{ABDC}"),
+    ("12 or 15", r"\boxed{15}"),
+    ("2x", r"\boxed{2}"),
+    ("x+2", r"\boxed{2}"),
+    (r"1-\frac{1}{e}", r"\boxed{1+\frac{1}{e}}"),
     ("C", r"\boxed{D. 5}"),
     ("(C) 5", r"\boxed{(D) 5}"),
     ("A", "The answer is B. A is wrong."),
@@ -221,19 +168,31 @@ WRONG = [
     (r"(-\infty, 3]", r"\boxed{x < 3}"),
     ("June 5", r"\boxed{\text{July }5}"),
     ("7", "<answer>8</answer>"),
+    ("72", r"\boxed{3}"),
+    ("72", "no idea"),
 ]
+# fmt: on
+UNREAD = [
+    ("3:2", "The ratio is 3:2."),
+    ("n=3k", "so n = 3k"),
+    ("2 pi", r"\boxed{2\pi}"),
+    ("3 million", r"\boxed{3000000}"),
+    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}"),
+]
+"""Right answers without a reward: sentences without a box, and forms that math-verify does not read."""
 
 
 @pytest.mark.parametrize(
-    ("answer", "response"), [pair for pairs in KINDS.values() for pair in pairs]
+    ("answer", "response", "reward"),
+    [
+        *((*pair, 1) for pair in RIGHT),
+        *((*pair, 0) for pair in WRONG + UNREAD),
+    ],
 )
-def test_usual_notations_are_right(answer: str, response: str) -> None:
-    assert math(response, answer)["reward"] == 1
-
-
-@pytest.mark.parametrize(("answer", "response"), WRONG)
-def test_notations_do_not_hide_a_wrong_answer(answer: str, response: str) -> None:
-    assert math(response, answer)["reward"] == 0
+def test_an_answer_is_compared_as_mathematics(
+    answer: str, response: str, reward: int
+) -> None:
+    assert math(response, answer)["reward"] == reward
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,6 @@ import pytest
 from workers.reward_functions import exact_match, format_tags, length, math
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        (r"so it is $\frac{1}{2}$", "0.5", 1),
-        (r"so it is \boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1),
-        ("first 3, then the answer is 72", "72", 1),
-        (r"\boxed{3}", "72", 0),
-        ("no idea", "72", 0),
-        ("", "72", 0),
-        (r"$x^2 + 2x + 1$", "$(x+1)^2$", 1),
-    ],
-)
-def test_answers_are_compared_as_mathematics(
-    response: str, answer: str, reward: float
-) -> None:
-    assert math(response, answer)["reward"] == reward
-
-
 def test_equal_answers_vote_together() -> None:
     assert (
         math(r"\boxed{\frac{1}{2}}", "1")["answer"]
