@@ -20,7 +20,7 @@ from tests.benchmarks.families.shrinking import tiny_config
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from tests.json_lines import write_lines
-from tests.workers.episodes.test_conversation import STOCK
+from tests.workers.rollout.stock_templates import FOLDER
 from tests.workers.tokenizer_schemes import make_word_pieces
 from tests.workers.vision_families import pictures
 from workers.batch.dataproto import DataProto
@@ -260,7 +260,7 @@ def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path)
         "rollout.max_turns=2",
         "reward.function=''",
     ]
-    template.write_text((STOCK / "qwen3.jinja").read_text())
+    template.write_text((FOLDER / "qwen3.jinja").read_text())
     (source,) = inputs_of("data.max_prompt_tokens=80", *overrides).sources
     assert len(source) == 1
     template.write_text("{{ messages[0]['content'] }}")

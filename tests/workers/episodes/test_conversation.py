@@ -3,27 +3,26 @@ are.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.refusals import refused
+from tests.workers.episodes.test_history import GLM_ENDS, WITHOUT_TOOLS, sampled
+from tests.workers.rollout import stock_templates as stock
 from tests.workers.rollout import tiny
 from tests.workers.vision_families import pictures
 from workers.batch.placed_images import Image
-from workers.engine.requests import STOP, Response, join_responses, not_sampled
+from workers.engine.requests import join_responses, not_sampled
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation, check_template, continue_messages
-from workers.errors import DataError, EpisodeError
+from workers.errors import EpisodeError
 from workers.images.images import digest_of, png_of
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Messages, Renderer
-from workers.template_forms import try_forms
 
 APPENDING = (
     "{% for m in messages %}#{{ m['role'] == 'user' and 'u' or 'a' }}{{ m['content'] }}<eos>;{% endfor %}"
@@ -74,9 +73,8 @@ def observation_ids(
     conversation: Conversation, ids: np.ndarray, observation: Any
 ) -> np.ndarray:
     """The ids that follow a turn in the same row."""
-    turn = Response(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), STOP)
     following, branch = conversation.observe(
-        turn, conversation.turn(ids, finished=True), observation
+        sampled(ids), conversation.turn(ids, finished=True), observation
     )
     assert branch is None
     return following.ids
@@ -140,59 +138,27 @@ def test_a_template_that_cannot_continue_is_refused_before_the_run(
         check_template(Renderer(chat), "models/tiny", key="rollout.environment")
 
 
-STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
-TEMPLATES = sorted(
-    path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training")
+USER = {"role": "user", "content": 'Sure? é "4"'}
+TOOL = {"role": "tool", "content": "4", "name": "add"}
+
+
+@pytest.mark.parametrize("name", stock.NAMES)
+@pytest.mark.parametrize(
+    "observation", [[USER], [TOOL, TOOL | {"content": "5"}], [TOOL, USER]]
 )
-# Refuse or drop their answers.
-WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
-END_IS_THE_NEXT_ROLE = {"glm4moe": {"user": "<|user|>", "tool": "<|observation|>"}}
-USER, TOOL = (
-    {"role": "user", "content": 'Sure? é "4"'},
-    {"role": "tool", "content": "4", "name": "add"},
-)
-
-
-def stock_renderer(name: str) -> Callable[..., str]:
-    template = _compile_jinja_template((STOCK / f"{name}.jinja").read_text())
-
-    def raw(messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        tokens = {
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-        }
-        return str(
-            template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-            )
-        )
-
-    forms = try_forms(raw)
+def test_stock_templates_continue_every_turn_alike(
+    name: str, observation: Messages
+) -> None:
+    renderer = Renderer(stock.tokenizer(name))
 
     def render(messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        try:
-            return raw(forms.apply(messages), add_generation_prompt=add_generation_prompt)
-        except Exception as error:
-            raise DataError(str(error)) from error
+        return renderer.text(messages, "x", add_generation_prompt=add_generation_prompt)
 
-    return render
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize(
-    "observation", [[USER], [TOOL], [TOOL, TOOL | {"content": "5"}], [TOOL, USER]]
-)
-def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> None:
-    """The text is what the template appends, where it appends, and the same after every turn."""
-    render, prompt = stock_renderer(name), [{"role": "user", "content": "2 + 2?"}]
+    prompt = [{"role": "user", "content": "2 + 2?"}]
     answer = {"role": "assistant", "content": "four"}
     before = render([*prompt, answer], add_generation_prompt=False)
     role = observation[0]["role"]
-    end = (
-        END_IS_THE_NEXT_ROLE.get(name, {}).get(role) or before.rpartition("four")[2].strip()
-    )
+    end = GLM_ENDS[role] if name == "glm4moe" else before.rpartition("four")[2].strip()
     if role == "tool" and name in WITHOUT_TOOLS:
         with pytest.raises(EpisodeError):
             continue_messages(render, prompt, observation, end)
@@ -200,11 +166,6 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
     messages, text = continue_messages(render, prompt, observation, end)
     assert "stand-in" not in text
     assert "</tool_call>" not in text
-    if role == "user":
-        whole = render([*prompt, answer, *observation])
-        assert whole.endswith(text)
-        if whole.startswith(before):
-            assert whole == before.rpartition("four")[0] + "four" + end + text
     # Which opens the outputs of tools once in a conversation.
     if not name.startswith("deepseek"):
         assert continue_messages(render, messages, observation, end)[1] == text
@@ -245,10 +206,7 @@ def test_images_are_expanded_where_the_template_shows_them(
             "content": [*parts, {"type": "image", "image": png_of(pictures()[2])}],
         }
     ]
-    response = Response(
-        turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP
-    )
-    following, branch = conversation.observe(response, said, answer)
+    following, branch = conversation.observe(sampled(turn), said, answer)
     bare = renderer.ids(
         f"\n<|im_start|>user\n{AND}<|im_end|>\n<|im_start|>assistant\n", "x"
     )
@@ -268,14 +226,11 @@ def test_broken_images_and_templates_that_hide_them_fail_the_episode(
     path = vision_model("qwen2_5_vl")
     tokenizer = AutoTokenizer.from_pretrained(path)
     renderer = Renderer(tokenizer, placeholders=load_placeholders(str(path)))
-    turn = Response(
-        np.array([5, 257], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), STOP
-    )
     for image in ("http://a/b.png", b"broken"):
         conversation = Conversation(renderer, [{"role": "user", "content": "hi"}])
         with pytest.raises(EpisodeError, match="the conversation"):
             conversation.observe(
-                turn,
+                sampled(np.array([5, 257], np.int32)),
                 Turn("a"),
                 [{"role": "user", "content": [{"type": "image", "image": image}]}],
             )

@@ -5,6 +5,7 @@ were sampled.
 import json
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -115,6 +116,11 @@ CASES = [
 ]
 
 
+def sampled(turn: np.ndarray) -> Response:
+    numbers = np.zeros(len(turn))
+    return Response(turn, numbers.astype(np.float32), numbers.astype(np.int32), STOP)
+
+
 class Played(NamedTuple):
     """Ids of the prompt, of what follows the turn, and of the next prompt. branch: whether that is a row of
     its own.
@@ -134,10 +140,7 @@ def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Playe
     conversation = Conversation(renderer, ASKED, case.options, rewrites=rewrites)
     asked = not_sampled(np.array(renderer.ids(case.render(ASKED), "x"), np.int32))
     prompt = conversation.open(asked, "").ids
-    response = Response(
-        turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP
-    )
-    following, branch = conversation.observe(response, said, ANSWERS[case.role])
+    following, branch = conversation.observe(sampled(turn), said, ANSWERS[case.role])
     ids = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
     return Played(
         prompt,
@@ -213,10 +216,7 @@ def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
             )
             prompt = conversation.open(asked, "").ids
         turn = stock.apart(tokenizer, case.sampled_after(messages))
-        response = Response(
-            turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP
-        )
-        following, branch = conversation.observe(response, case.said, ANSWERS[role])
+        following, branch = conversation.observe(sampled(turn), case.said, ANSWERS[role])
         messages += [case.said.message(), *ANSWERS[role]]
         prompt = (
             np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
@@ -302,6 +302,25 @@ def test_whole_tokens_of_a_part_begin_and_end_within_it(
     assert begins[last] == max(begin for begin in begins if begin <= stop)
 
 
+def next_parts(turns: Sequence[tuple[str, str]], prompt: str) -> list[str | list[str]]:
+    """The parts of the next prompt: a text, or a list with what was sampled.
+
+    turns: each turn's content, and what was sampled. prompt: with the places of the contents.
+    """
+    tokenizer = Characters()
+    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
+    contents = [
+        history.opaque({"content": content}, tokenizer.ids(text))["content"]
+        for content, text in turns
+    ]
+    assert not any("H" in content for content in contents)
+    _, parts = history.next_prompt(prompt.format(*contents))
+    return [
+        part if isinstance(part, str) else [tokenizer.decode(part.ids.tolist())]
+        for part in parts or ()
+    ]
+
+
 @pytest.mark.parametrize("written", ["Hm", " Hm ", "H<end>m", "<end>"])
 @pytest.mark.parametrize("before", ["", "<end>:"])
 @pytest.mark.parametrize("behind", ["A:", ""])
@@ -311,77 +330,41 @@ def test_a_turn_that_the_template_shows_whole_stays_one_part(
     """With what the policy wrote before and behind the text, such as its end token, and wherever it begins and
     ends.
     """
-    tokenizer = Characters()
-    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
-    turn = tokenizer.ids(f"{before}{written}<end>")
-    message = history.opaque({"content": written}, turn)
-    assert "H" not in message["content"]
-    added, parts = history.next_prompt(
-        f"another Q:{before}{message['content']}<end>{behind}"
-    )
-    assert added == ""
-    assert listed_parts(parts) == ["another Q:", turn.tolist(), behind]
+    turn = f"{before}{written}<end>"
+    prompt = f"another Q:{before}{{}}<end>{behind}"
+    assert next_parts([(written, turn)], prompt) == ["another Q:", [turn], behind]
 
 
-def listed_parts(parts: list[str | Response] | None) -> list[str | list[int]]:
-    return [part if isinstance(part, str) else part.ids.tolist() for part in parts or ()]
+THINKING = [("Hm", "thoughts  Hm<end>")]
+TWO = ("two", "thoughts  two<end>")
+# Of a turn without its thoughts: the white space that both texts have.
+SHOWN = [
+    (THINKING, "another Q:  {}<end>A:", ["another Q:", ["  Hm<end>"], "A:"]),
+    (THINKING, "another Q:\n {}<end>A:", ["another Q:\n", [" Hm<end>"], "A:"]),
+    (THINKING, "another Q:s  {}<end>A:", ["another Q:s", ["  Hm<end>"], "A:"]),
+    # A turn that the template leaves out takes nothing from the next.
+    ([("", "<end>."), TWO], "thoughts  {1}<end>A:", ["", [TWO[1]], "A:"]),
+    ([("one", "one<end>."), TWO], "thoughts  {1}<end>A:", ["", [TWO[1]], "A:"]),
+    # A turn before an earlier one is text, or the prompt would say twice what stands between both.
+    (
+        [("one", "one<end>"), ("two", "two<end>")],
+        "latest {1}<end>earlier {0}<end>A:",
+        ["latest two<end>earlier ", ["one"], "<end>A:"],
+    ),
+    # Turns without a text between them.
+    (
+        [("one", "one"), ("two", "two")],
+        "again {}{}A:",
+        ["again ", ["one"], "", ["two"], "A:"],
+    ),
+]
 
 
-def test_a_turn_shown_before_an_earlier_one_is_text() -> None:
-    """Otherwise the prompt would say what stands between both twice."""
-    tokenizer = Characters()
-    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
-    first, second = (
-        history.opaque({"content": word}, tokenizer.ids(f"{word}<end>"))["content"]
-        for word in ("one", "two")
-    )
-    parts = history.next_prompt(f"latest {second}<end>earlier {first}<end>A:")[1]
-    assert listed_parts(parts) == [
-        "latest two<end>earlier ",
-        tokenizer.ids("one").tolist(),
-        "<end>A:",
-    ]
-
-
-def test_turns_without_a_text_between_them_keep_their_ids() -> None:
-    tokenizer = Characters()
-    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
-    first, second = (
-        history.opaque({"content": word}, tokenizer.ids(word))["content"]
-        for word in ("one", "two")
-    )
-    parts = history.next_prompt(f"again {first}{second}A:")[1]
-    ids = [tokenizer.ids(word).tolist() for word in ("one", "two")]
-    assert listed_parts(parts) == ["again ", ids[0], "", ids[1], "A:"]
-
-
-@pytest.mark.parametrize(("rendered", "shown"), [("  ", "  "), ("\n ", " "), ("s  ", "  ")])
-def test_a_turn_without_its_thoughts_begins_with_the_white_space_that_both_texts_have(
-    rendered: str, shown: str
+@pytest.mark.parametrize(("turns", "prompt", "parts"), SHOWN)
+def test_a_turn_keeps_the_ids_of_what_the_template_shows_of_it(
+    turns: list[tuple[str, str]], prompt: str, parts: list[str | list[str]]
 ) -> None:
-    tokenizer = Characters()
-    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
-    message = history.opaque({"content": "Hm"}, tokenizer.ids("thoughts  Hm<end>"))
-    parts = history.next_prompt(f"another Q:{rendered}{message['content']}<end>A:")[1]
-    before = rendered.removesuffix(shown)
-    assert listed_parts(parts) == [
-        f"another Q:{before}",
-        tokenizer.ids(f"{shown}Hm<end>").tolist(),
-        "A:",
-    ]
-
-
-@pytest.mark.parametrize("written", ["", "one"])
-def test_a_turn_that_the_template_leaves_out_takes_nothing_from_the_next(
-    written: str,
-) -> None:
-    tokenizer = Characters()
-    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
-    history.opaque({"content": written}, tokenizer.ids(f"{written}<end>."))
-    second = tokenizer.ids("thoughts  two<end>")
-    message = history.opaque({"content": "two"}, second)
-    parts = history.next_prompt(f"thoughts  {message['content']}<end>A:")[1]
-    assert listed_parts(parts) == ["", second.tolist(), "A:"]
+    assert next_parts(turns, prompt) == parts
 
 
 class Words(Characters):
@@ -396,7 +379,7 @@ def test_a_text_without_a_whole_token_of_the_turn_is_not_split() -> None:
     history = History(Words(), "Q:", not_sampled(Characters().ids("Q:")))
     message = history.opaque({"content": "a"}, np.array([1]))
     parts = history.next_prompt(f"another Q:{message['content']} A:")[1]
-    assert listed_parts(parts) == ["another Q:a A:"]
+    assert parts == ["another Q:a A:"]
     assert history.cut_tokens == 1
 
 

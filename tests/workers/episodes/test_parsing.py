@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.refusals import refused
-from tests.workers.episodes.test_conversation import STOCK
+from tests.workers.rollout import stock_templates as stock
 from workers.engine.requests import STOP, Response, not_sampled
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
@@ -133,9 +133,7 @@ def test_a_turn_has_the_parts_that_the_model_wrote(
     assert vars(again) == vars(turn) and again == turn and again.message() == turn.message()
 
 
-THINKING = sorted(
-    path.stem for path in STOCK.glob("*.jinja") if "</think>" in path.read_text()
-)
+THINKING = [name for name in stock.NAMES if "</think>" in stock.source(name)]
 CONDITIONAL = (
     "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>assistant"
     "<think>{{ '</think>' if '/no_think' in messages[0]['content'] }}"
@@ -147,9 +145,7 @@ def parts_of(
 ) -> list[tuple[str, str, bool]]:
     """Return reasoning, content and whether the prompt opens the reasoning, of a turn and of the next."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        CONDITIONAL if name == "conditional" else (STOCK / f"{name}.jinja").read_text()
-    )
+    tokenizer.chat_template = CONDITIONAL if name == "conditional" else stock.source(name)
     renderer = Renderer(tokenizer)
     parser = TurnParser(tokenizer, "", "", {})
     conversation = Conversation(renderer, prompt, {}, parser)

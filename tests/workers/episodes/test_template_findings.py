@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from tests.documentation.template_pages import STOCK
+from tests.workers.rollout.stock_templates import NAMES, SPECIAL, source
 from workers.chat_templates import variables_of
 from workers.episodes.template_findings import (
     APPENDS,
@@ -24,38 +24,27 @@ from workers.episodes.template_findings import (
 from workers.rendering import Messages, Options
 from workers.template_forms import try_forms
 
-TEMPLATES = sorted(
-    path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training")
-)
-TOKENS = {
-    "bos_token": "<bos>",
-    "eos_token": "<eos>",
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-}
 EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")
 Render = Callable[[Messages, bool, Options], str]
 
 
-def stock(name: str) -> tuple[Render, tuple[str, ...]]:
-    text = (STOCK / f"{name}.jinja").read_text()
+def render_of(text: str) -> Render:
     template = _compile_jinja_template(text)
-    forms = try_forms(
-        lambda messages: str(
-            template.render(messages=messages, add_generation_prompt=False, **TOKENS)
+    return lambda messages, begins, options: str(
+        template.render(
+            messages=messages, add_generation_prompt=begins, **SPECIAL | options
         )
     )
 
-    def render(messages: Messages, begins: bool, options: Options) -> str:
-        return str(
-            template.render(
-                messages=forms.apply(messages),
-                add_generation_prompt=begins,
-                **TOKENS | options,
-            )
-        )
 
-    return render, tuple(sorted(variables_of(text).arguments))
+def stock(name: str) -> tuple[Render, tuple[str, ...]]:
+    text = source(name)
+    render = render_of(text)
+    forms = try_forms(lambda messages: render(messages, False, {}))
+    return (
+        lambda messages, begins, options: render(forms.apply(messages), begins, options),
+        tuple(sorted(variables_of(text).arguments)),
+    )
 
 
 def forms_of(turn: str, calls: int) -> list[dict[str, Any]]:
@@ -129,7 +118,7 @@ def check(render: Render, case: Following, options: Options) -> None:
         assert ast.literal_eval(removed) in before
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("thinking", [None, False])
 def test_findings_are_what_the_template_renders(name: str, thinking: bool | None) -> None:
     render, arguments = stock(name)
@@ -152,8 +141,8 @@ def test_findings_are_what_the_template_renders(name: str, thinking: bool | None
 
 
 def test_41_templates_are_tried() -> None:
-    assert len(TEMPLATES) == 41
-    refusing = {name for name in TEMPLATES if template_findings(*stock(name), {}).refuses}
+    assert len(NAMES) == 41
+    refusing = {name for name in NAMES if template_findings(*stock(name), {}).refuses}
     assert refusing == {
         "cohere",
         "cohere2",
@@ -170,14 +159,11 @@ def test_41_templates_are_tried() -> None:
 def test_a_template_that_drops_the_end_of_a_turn_or_doubles_the_beginning_is_found_out() -> (
     None
 ):
-    template = _compile_jinja_template(
+    render = render_of(
         "{{ bos_token * 2 }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{{ eos_token if loop.last and m.role == 'assistant' }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
     )
-
-    def render(messages: Messages, begins: bool, options: Options) -> str:
-        return str(template.render(messages=messages, **TOKENS)) + "assistant:" * begins
-
     found = template_findings(render, (), {}, "<bos>")
     assert (found.bos, found.cases[0].outcome, found.cases[0].change) == (
         2,
@@ -195,29 +181,22 @@ MOVING = (
 """As Mistral's, which moves the system message into the last user's turn."""
 
 
-def from_text(text: str) -> Render:
-    template = _compile_jinja_template(text)
-    return lambda messages, begins, options: str(
-        template.render(messages=messages, **TOKENS)
-    )
-
-
 def test_a_template_that_moves_a_system_message_rewrites_a_conversation_with_one() -> None:
-    found = template_findings(from_text(MOVING), (), {}, "<bos>")
+    found = template_findings(render_of(MOVING), (), {}, "<bos>")
     assert found.cases[0].outcome == APPENDS and found.system_matters
     assert (found.system.outcome, found.system.role) == (REWRITES, "system")
     assert "RULE" in found.system.change
     silent = template_findings(
-        from_text(MOVING.replace("system and loop.last", "false")), (), {}, "<bos>"
+        render_of(MOVING.replace("system and loop.last", "false")), (), {}, "<bos>"
     )
     assert silent.system.outcome == REFUSES
     still = template_findings(
-        from_text(MOVING.replace("loop.last", "loop.index0 == 1")), (), {}, "<bos>"
+        render_of(MOVING.replace("loop.last", "loop.index0 == 1")), (), {}, "<bos>"
     )
     assert still.system.outcome == APPENDS and not still.system_matters
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_system_message_is_shown_or_refused_as_the_template_renders_it(name: str) -> None:
     render, arguments = stock(name)
     found = template_findings(render, arguments, {}, "<bos>").system
