@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from controller import fit
 from examples.agent import agent, data
 from examples.agent.warm_start import conversation
 from examples.tools.warm_start import create
+from tests.examples.dry_run import dry_run_page
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "agent" / "agent.py"
@@ -141,19 +141,5 @@ def test_its_configuration_is_valid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     create(tmp_path / "model", conversation)
-    overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}"]
-    prompts = []
-    for name, held_out in (("train", False), ("validation", True)):
-        data.write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
-        overrides.append(f"data.{name}={tmp_path / name}.jsonl")
-        prompts.append(
-            {
-                json.loads(line)["prompt"][0]["content"]
-                for line in (tmp_path / f"{name}.jsonl").open()
-            }
-        )
-    assert not prompts[0] & prompts[1]
-    assert (
-        fit.main(["--config", "examples/agent/config.yaml", "--dry-run", *overrides]) == 0
-    )
-    assert "examples/agent/agent.py:run" in capsys.readouterr().out
+    page = dry_run_page("agent", data, tmp_path, capsys)
+    assert "examples/agent/agent.py:run" in page

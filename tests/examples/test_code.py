@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from controller import fit
-from examples.tools.data import write
+from examples.tools import data
 from examples.tools.warm_start import create
+from tests.examples.dry_run import dry_run_page
 from tests.workers.sandbox.conftest import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -40,50 +41,23 @@ def test_time_and_output_end(tools: Any) -> None:
     assert "[cut: printed more than 65,536 bytes]" in said and len(said) < 2**16 + 99
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> list[str]:
+def test_its_configuration_is_valid_with_its_tool_and_with_those_of_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     create(tmp_path / "model", import_module("examples.code.warm_start").conversation)
-    for name, held_out in (("train", False), ("validation", True)):
-        write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
+    page = dry_run_page("code", data, tmp_path, capsys)
+    assert "tools python" in page and '"name": "python"' in page
     files = [f"data.{name}={tmp_path / name}.jsonl" for name in ("train", "validation")]
-    return [
-        "--config",
-        "examples/code/config.yaml",
-        f"run.dir={tmp_path}",
-        f"model.path={tmp_path / 'model'}",
-        *files,
-    ]
-
-
-def test_its_configuration_is_valid(
-    settings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fit.main([*settings, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "tools python" in told and '"name": "python"' in told
-
-
-def test_the_tools_of_a_sandbox_take_its_place(
-    settings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+    settings = ["--config", "examples/code/config.yaml", f"run.dir={tmp_path}"]
+    settings += [f"model.path={tmp_path / 'model'}", *files]
     sandbox = ["rollout.sandbox.kind=bubblewrap", "rollout.tools=workers.sandbox.tools"]
     # The tiny model has no room for three tools.
     fit.main([*settings, *sandbox, "--dry-run"])
-    told = capsys.readouterr().out
-    assert (
-        "tools read_file, shell, write_file" in told
-        and "bubblewrap: a sandbox for each sample" in told
-    )
+    page = capsys.readouterr().out
+    assert "tools read_file, shell, write_file" in page
+    assert "bubblewrap: a sandbox for each sample" in page
     assert fit.main([*settings, *sandbox[:1], "--dry-run"]) == 2
     assert "has none of read_file, shell, write_file" in capsys.readouterr().err
-
-
-def test_without_bubblewrap_nothing_starts(
-    settings: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fit.main(settings) == 2
     (line,) = capsys.readouterr().err.splitlines()

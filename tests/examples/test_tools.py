@@ -1,17 +1,15 @@
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller import fit
 from controller.offline.examples import Example
 from controller.offline.tokenized import example_row
-from examples.addition.warm_start import create_model
 from examples.tools import data
 from examples.tools.reward import exact_match
-from examples.tools.warm_start import SCHEMAS, VOCABULARY, conversation, tokenizer
+from examples.tools.warm_start import SCHEMAS, conversation, create, tokenizer
+from tests.examples.dry_run import dry_run_page
 from workers.rendering import Renderer
 
 PROBLEM = (73, "-", 95)
@@ -20,32 +18,9 @@ PROBLEM = (73, "-", 95)
 def test_its_configuration_is_valid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    create_model(
-        tmp_path / "model",
-        0,
-        tokenizer(),
-        width=128,
-        layers=2,
-        vocabulary=VOCABULARY,
-        positions=256,
-    )
-    overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}"]
-    for name, held_out in (("train", False), ("validation", True)):
-        data.write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
-        overrides.append(f"data.{name}={tmp_path / name}.jsonl")
-    assert (
-        fit.main(["--config", "examples/tools/config.yaml", "--dry-run", *overrides]) == 0
-    )
-    told = capsys.readouterr().out
-    assert "tools add, subtract" in told and '"name": "subtract"' in told
-    prompts = [
-        {
-            json.loads(line)["prompt"][0]["content"]
-            for line in (tmp_path / f"{name}.jsonl").open()
-        }
-        for name in ("train", "validation")
-    ]
-    assert not prompts[0] & prompts[1]
+    create(tmp_path / "model", conversation)
+    page = dry_run_page("tools", data, tmp_path, capsys)
+    assert "tools add, subtract" in page and '"name": "subtract"' in page
 
 
 def test_the_warm_start_learns_the_policys_turns_alone() -> None:
