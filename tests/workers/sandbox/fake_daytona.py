@@ -10,7 +10,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.workers.sandbox.hosted_machines import GONE, Machine, Machines, serve
+from tests.workers.sandbox.hosted_machines import (
+    GONE,
+    Api,
+    Machine,
+    Machines,
+    for_known,
+    refusal,
+    serve,
+)
 
 
 def serve_machines(machines: Machines) -> Iterator[int]:
@@ -18,7 +26,7 @@ def serve_machines(machines: Machines) -> Iterator[int]:
     from workers.sandbox.daytona_service import make_client
 
     make_client.cache_clear()  # it is one for the process
-    api = Api(machines)
+    api = FakeApi(machines)
     routes = [
         Route("/sandbox", api.create, methods=["POST"]),
         Route("/sandbox", api.list_sandboxes, methods=["GET"]),
@@ -29,20 +37,7 @@ def serve_machines(machines: Machines) -> Iterator[int]:
     return serve(Starlette(routes=routes))
 
 
-class Api:
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def _refusal(self, request: Request) -> Response | None:
-        if request.headers.get("authorization") != f"Bearer {self._machines.key}":
-            return JSONResponse({"statusCode": 401, "message": "Invalid credentials"}, 401)
-        name = request.path_params.get("name")
-        if name and name not in self._machines.machines:
-            return JSONResponse(
-                {"statusCode": 404, "message": f"Sandbox {name} not found"}, 404
-            )
-        return None
-
+class FakeApi(Api):
     def _describe(self, request: Request, machine: Machine) -> dict[str, Any]:
         asked = machine.asked
         return {
@@ -64,44 +59,39 @@ class Api:
             "toolboxProxyUrl": f"{request.base_url}toolbox",
         }
 
+    @for_known
     async def create(self, request: Request) -> Response:
         asked = await request.json()
-        if refusal := self._refusal(request):
-            return refusal
         if GONE in asked["buildInfo"]["dockerfileContent"]:
-            return JSONResponse({"statusCode": 400, "message": f"{GONE}: not found"}, 400)
-        machine = self._machines.add(asked["labels"], asked)
+            return refusal(400, f"{GONE}: not found")
+        machine = self.machines.add(asked["labels"], asked)
         return JSONResponse(self._describe(request, machine))
 
+    @for_known
     async def list_sandboxes(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
         marks = json.loads(request.query_params["labels"])
         items = [
-            self._describe(request, machine) for machine in self._machines.with_marks(marks)
+            self._describe(request, machine) for machine in self.machines.with_marks(marks)
         ]
         return JSONResponse({"items": items, "nextCursor": None})
 
+    @for_known
     async def delete(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
-        machine = self._machines.machines.pop(request.path_params["name"])
+        machine = self.machines.machines.pop(request.path_params["name"])
         return JSONResponse(self._describe(request, machine))
 
+    @for_known
     async def execute(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
         asked = await request.json()
-        machine = self._machines.machines[request.path_params["name"]]
+        machine = self.machines.machines[request.path_params["name"]]
         code, output = await asyncio.to_thread(
             machine.run, ["bash", "-c", asked["command"]]
         )
         return JSONResponse({"exitCode": code, "result": output.decode()})
 
+    @for_known
     async def write(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
-        machine = self._machines.machines[request.path_params["name"]]
+        machine = self.machines.machines[request.path_params["name"]]
         async with request.form() as form:
             path = str(form["files[0].path"])
             content = await form["files[0].file"].read()  # type: ignore[union-attr]

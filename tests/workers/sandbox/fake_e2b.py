@@ -18,7 +18,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from tests.workers.sandbox.hosted_machines import GONE, Machines, serve
+from tests.workers.sandbox.hosted_machines import (
+    GONE,
+    Api,
+    Machines,
+    for_known,
+    refusal,
+    serve,
+)
 
 VERSION = "0.6.4"
 HEADER = "e2b-sandbox-id"
@@ -26,7 +33,7 @@ HEADER = "e2b-sandbox-id"
 
 def serve_machines(machines: Machines) -> Iterator[int]:
     """Serve until the generator is closed. Yields the port."""
-    api = Api(machines)
+    api = FakeApi(machines)
     processes = process_connect.ProcessASGIApplication(Processes(machines))
     routes = [
         Route("/v2/sandboxes", api.create, methods=["POST"]),
@@ -40,35 +47,20 @@ def serve_machines(machines: Machines) -> Iterator[int]:
     return serve(Starlette(routes=routes))
 
 
-class Api:
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def _refusal(self, request: Request) -> Response | None:
-        if request.headers.get("x-api-key") != self._machines.key:
-            return JSONResponse({"code": 401, "message": "invalid API key"}, 401)
-        name = request.path_params.get("name")
-        if name and name not in self._machines.machines:
-            return JSONResponse({"code": 404, "message": "not found"}, 404)
-        return None
-
+class FakeApi(Api):
+    @for_known
     async def create(self, request: Request) -> Response:
         asked = await request.json()
-        if refusal := self._refusal(request):
-            return refusal
         if asked["templateID"] == GONE:
-            return JSONResponse(
-                {"code": 404, "message": "template 'tests/gone' not found"}, 404
-            )
-        name = self._machines.add(asked["metadata"], asked).name
+            return refusal(404, f"template '{GONE}' not found")
+        name = self.machines.add(asked["metadata"], asked).name
         sandbox = Sandbox(
             template_id=GONE, sandbox_id=name, client_id="1", envd_version=VERSION
         )
         return JSONResponse(sandbox.to_dict(), 201)
 
+    @for_known
     async def list_sandboxes(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
         marks = {
             unquote(name): unquote(value)
             for name, value in parse_qsl(request.query_params["metadata"])
@@ -86,21 +78,19 @@ class Api:
                 **sizes,
                 **times,
             ).to_dict()
-            for machine in self._machines.with_marks(marks)
+            for machine in self.machines.with_marks(marks)
         ]
         return JSONResponse(sandboxes)
 
+    @for_known
     async def delete(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
-        del self._machines.machines[request.path_params["name"]]
+        del self.machines.machines[request.path_params["name"]]
         return Response(status_code=204)
 
+    @for_known
     async def set_timeout(self, request: Request) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
         asked = await request.json()
-        self._machines.machines[request.path_params["name"]].asked |= asked
+        self.machines.machines[request.path_params["name"]].asked |= asked
         return Response(status_code=204)
 
     async def write(self, request: Request) -> Response:
@@ -108,12 +98,12 @@ class Api:
         async with request.form() as form:
             (file,) = form.values()
             content = await file.read()  # type: ignore[union-attr]
-        machine = self._machines.machines[request.headers[HEADER]]
+        machine = self.machines.machines[request.headers[HEADER]]
         (machine.folder / path).write_bytes(content)
         return JSONResponse([{"name": path, "path": path, "type": "file"}])
 
     async def health(self, request: Request) -> Response:
-        known = request.headers[HEADER] in self._machines.machines
+        known = request.headers[HEADER] in self.machines.machines
         return Response(status_code=204 if known else 502)
 
 

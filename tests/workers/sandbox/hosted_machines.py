@@ -3,13 +3,15 @@
 import asyncio
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 GONE = "tests/gone"
 """An image or template that the service does not have."""
@@ -51,12 +53,41 @@ class Machines:
         self.machines[name] = Machine(name, self.folder / name, dict(marks), asked)
         return self.machines[name]
 
+    def count(self) -> int:
+        return len(self.machines)
+
     def with_marks(self, marks: dict[str, str]) -> list[Machine]:
         return [
             machine
             for machine in self.machines.values()
             if marks.items() <= machine.marks.items()
         ]
+
+
+Handler = Callable[[Any, Request], Awaitable[Response]]
+
+
+def for_known(handler: Handler) -> Handler:
+    """Refuse a wrong key and a machine that is not there."""
+
+    async def answer(self: "Api", request: Request) -> Response:
+        key = request.headers.get("x-api-key", request.headers.get("authorization"))
+        if (key or "").removeprefix("Bearer ") != self.machines.key:
+            return refusal(401, "invalid key")
+        if request.path_params.get("name", "") not in {"", *self.machines.machines}:
+            return refusal(404, "not found")
+        return await handler(self, request)
+
+    return answer
+
+
+def refusal(status: int, message: str) -> Response:
+    return JSONResponse({"statusCode": status, "code": status, "message": message}, status)
+
+
+class Api:
+    def __init__(self, machines: Machines) -> None:
+        self.machines = machines
 
 
 def serve(application: Any) -> Iterator[int]:

@@ -6,9 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,6 +18,13 @@ import psutil
 import pytest
 
 from tests.workers.harbor.test_harbor import write_task
+from tests.workers.sandbox.contract import (
+    OWNER_CODE,
+    ROOT,
+    check_commands_and_files,
+    check_left_over,
+    kill_owner,
+)
 from workers.agents.processes import session_variables
 from workers.config.roles import ModelConfig, RolloutConfig
 from workers.config.sandbox import SandboxConfig
@@ -42,7 +49,6 @@ from workers.user_code.environments import EnvironmentPool
 
 pytestmark = pytest.mark.drawn(1)
 """Docker or Podman for each test: both take the same lines. Each line starts an interpreter."""
-ROOT = Path(__file__).parents[3]
 CLIENT = Path(__file__).with_name("fake_container_client.py")
 LIMITS = SandboxLimits(
     cpus=0.5, memory_mib=256, processes=8, disk_mib=2, command_s=5, output_bytes=1000
@@ -73,62 +79,42 @@ def containers() -> list[Path]:
     return list(Path(os.environ["FAKE_CLIENT_STATE"]).iterdir())
 
 
-def make_box(program: str, **options: Any) -> ContainerSandbox:
-    return ContainerSandbox(
-        LIMITS, own_label("7"), program=program, image="tests/image", **options
-    )
+def count() -> int:
+    return len(containers())
 
 
-def test_commands_files_and_limits(program: str) -> None:
+def make_box(program: str, image: str = "tests/image", **options: Any) -> ContainerSandbox:
+    return ContainerSandbox(LIMITS, own_label("7"), program=program, image=image, **options)
+
+
+def test_commands_and_files(program: str) -> None:
+    check_commands_and_files(partial(make_box, program), count)
+
+
+def test_a_container_has_the_limits_and_refuses_other_files(program: str) -> None:
     with make_box(program) as box:
         (container,) = containers()
-        given = json.loads((container / "arguments.json").read_text())
+        arguments = json.loads((container / "arguments.json").read_text())
         assert {
             "--cpus=0.5",
             "--memory=256m",
             "--memory-swap=256m",
             "--pids-limit=8",
-        } <= set(given)
-        assert {
             "--network=none",
             f"--ulimit=fsize={2**21}",
             "--pull=never",
             "--rm",
             "--init",
-        } <= set(given)
-        assert "--label=ballast.sample=7" in given and given[-2:] == ["-c", "sleep 86400"]
-        result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
-        assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
-        assert (
-            box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text
-            == "/usr\nb c\n"
-        )
+            "--label=ballast.sample=7",
+        } <= set(arguments)
+        assert arguments[-2:] == ["-c", "sleep 86400"]
         assert box.run(["nowhere"]).exit_code == 127
-        long = box.run("head -c 5000 /dev/zero")
-        assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
-        content = bytes(range(256)) * 4096
-        box.write("deep/er/it's", content)
-        assert box.read("deep/er/it's") == content
-        for path in ("missing", "deep"):
+        box.run("mkdir folder; truncate -s 3M sparse; mkfifo pipe")
+        for path in ("folder", "sparse", "pipe"):
             with pytest.raises(SandboxFileError, match=path):
                 box.read(path)
         with pytest.raises(SandboxFileError, match="/dev/null/x"):
             box.write("/dev/null/x", b"")
-        box.run("truncate -s 3M sparse; mkfifo pipe")
-        for path in ("sparse", "pipe"):
-            with pytest.raises(SandboxFileError, match=path):
-                box.read(path)
-    assert not containers()
-    with pytest.raises(SandboxError, match="stopped"):
-        box.run("true")
-
-
-def test_a_command_ends_in_time_and_the_sandbox_goes_on(program: str) -> None:
-    with make_box(program) as box:
-        start = time.monotonic()
-        result = box.run("sleep 30", timeout_s=0.2)
-        assert result.timed_out and result.exit_code == 137 and time.monotonic() - start < 5
-        assert not box.run("exit 137").timed_out
 
 
 def test_commands_end_by_a_restart_which_keeps_files(program: str) -> None:
@@ -146,46 +132,23 @@ def test_a_lost_container_fails_its_sample(program: str) -> None:
         subprocess.run([program, "rm", "--force", containers()[0].name], check=True)
         with pytest.raises(EpisodeError, match="No such container"):
             box.run("true")
-    assert not containers()
-
-
-def test_two_samples_have_two_containers_and_a_failed_start_leaves_none(
-    program: str,
-) -> None:
-    with make_box(program) as first, make_box(program) as second:
-        first.write("a", b"1")
-        assert second.run("ls").text == "" and len(containers()) == 2
-    broken = ContainerSandbox(LIMITS, own_label("8"), program=program, image="tests/gone")
-    with pytest.raises(SandboxError, match="tests/gone"), broken:
+    with pytest.raises(SandboxError, match="tests/gone"), make_box(program, "tests/gone"):
         pass
     assert not containers()
 
 
-OWNER_CODE = """
-import os, signal
-from workers.sandbox.containers import ContainerSandbox
-from workers.sandbox.owners import own_label
-from workers.sandbox.protocol import SandboxLimits
-box = ContainerSandbox(SandboxLimits(), own_label("0"), program={program!r}, image="tests/image")
-box.start()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_the_next_start_removes_what_a_killed_owner_left(program: str) -> None:
-    settings = SandboxConfig(kind=f"{program}:tests/image")
-    with make_box(program):  # of a run that lives
-        code = OWNER_CODE.format(program=program)
-        owner = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
-        assert owner.returncode == -9 and len(containers()) == 2
-        foreign = [f"--label={OWNER}=elsewhere_1_2", "--name=foreign", "tests/image"]
-        subprocess.run([program, "run", *foreign], check=True)
-        assert remove_left_over_sandboxes(settings) == 1
-        assert len(containers()) == 2, "a living run's, and another machine's"
+    foreign = [f"--label={OWNER}=elsewhere_1_2", "--name=foreign", "tests/image"]
+    check_left_over(
+        f"{program}:tests/image",
+        partial(make_box, program),
+        count,
+        lambda: subprocess.run([program, "run", *foreign], check=True),
+    )
 
 
 def test_an_owner_that_nobody_buried_has_ended(program: str) -> None:
-    code = OWNER_CODE.format(program=program)
+    code = OWNER_CODE.format(kind=f"{program}:tests/image")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as owner:
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
         assert psutil.Process(owner.pid).status() == psutil.STATUS_ZOMBIE
@@ -223,11 +186,10 @@ def test_an_engine_removes_at_its_start_what_a_killed_one_left(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "")
     with make_box(program):  # of a run that lives
-        code = OWNER_CODE.format(program=program)
-        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
-        assert len(containers()) == 2
+        kill_owner(f"{program}:tests/image")
+        assert count() == 2
         start_engine(SandboxConfig(kind=f"{program}:tests/image"))
-        assert len(containers()) == 1
+        assert count() == 1
 
 
 def test_an_agents_command_does_not_run_without_its_sandbox(
@@ -289,7 +251,7 @@ def test_the_end_of_an_engine_removes_what_its_environments_left(
         assert engine._environments is not None
         async with engine._environments.episode() as environment:
             await environment.reset({})
-        assert len(containers()) == 1
+        assert count() == 1
         await engine.stop()
 
     asyncio.run(play())
@@ -346,13 +308,7 @@ def test_an_agent_reaches_the_gateway_and_nothing_else(program: str) -> None:
 
 @needs_unshare
 def test_a_container_without_python_does_not_start_for_an_agent(program: str) -> None:
-    box = ContainerSandbox(
-        LIMITS,
-        own_label("7"),
-        program=program,
-        image="tests/bare",
-        gateway=("127.0.0.1", 9),
-    )
+    box = make_box(program, "tests/bare", gateway=("127.0.0.1", 9))
     with pytest.raises(SandboxError, match="python3"), box:
         pass
     assert not containers()

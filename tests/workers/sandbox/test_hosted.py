@@ -1,16 +1,18 @@
 """Hosted sandboxes, by the services' own SDKs against stand-ins: what is asked of them, and what is left."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.workers.sandbox.contract import (
+    LIMITS,
+    check_commands_and_files,
+    check_left_over,
+)
 from tests.workers.sandbox.hosted_machines import GONE, Machines
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError, EpisodeError
@@ -21,16 +23,11 @@ from workers.sandbox.kinds import (
     _check_kind,
     check_agent_command,
     check_sandbox,
-    remove_left_over_sandboxes,
 )
 from workers.sandbox.owners import HOST, OWNER, SAMPLE, labels, own_label
-from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
+from workers.sandbox.protocol import SandboxError
 
-ROOT = Path(__file__).parents[3]
 KEY = f"e2b_{'0' * 40}"
-LIMITS = SandboxLimits(
-    cpus=1, memory_mib=2048, disk_mib=2048, command_s=5, output_bytes=1000
-)
 ADDRESSES = {
     "modal": ("MODAL_SERVER_URL",),
     "daytona": ("DAYTONA_API_URL",),
@@ -99,31 +96,17 @@ REQUESTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def test_commands_files_and_limits(service: str, machines: Machines) -> None:
-    with make_box(service) as box:
+def test_commands_and_files(service: str, machines: Machines) -> None:
+    check_commands_and_files(partial(make_box, service), machines.count)
+
+
+def test_a_service_is_asked_for_limits_and_no_network(
+    service: str, machines: Machines
+) -> None:
+    with make_box(service):
         (machine,) = machines.machines.values()
         assert set(machine.marks) >= {OWNER, SAMPLE, HOST} and machine.marks[SAMPLE] == "7"
         REQUESTS[service](machine.asked)
-        result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
-        assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
-        assert (
-            box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text
-            == "/usr\nb c\n"
-        )
-        long = box.run("head -c 5000 /dev/zero")
-        assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
-        late = box.run("sleep 30", timeout_s=0.3)
-        assert late.timed_out and late.exit_code == 137
-        content = bytes(range(256)) * 4096
-        box.write("deep/er/it's", content)
-        assert box.read("deep/er/it's") == content
-        with pytest.raises(SandboxFileError, match="missing"):
-            box.read("missing")
-        with make_box(service) as other:
-            assert other.run("ls").text == "" and len(machines.machines) == 2
-    assert not machines.machines
-    with pytest.raises(SandboxError, match="stopped"):
-        box.run("true")
 
 
 def test_a_lost_sandbox_fails_its_sample(service: str, machines: Machines) -> None:
@@ -138,27 +121,15 @@ def test_a_lost_sandbox_fails_its_sample(service: str, machines: Machines) -> No
     assert not machines.machines
 
 
-OWNER_CODE = """
-import os, signal
-from workers.sandbox.hosted import HostedSandbox
-from workers.sandbox.kinds import SERVICES
-from workers.sandbox.owners import own_label
-from workers.sandbox.protocol import SandboxLimits
-HostedSandbox(SandboxLimits(), own_label("0"), service=SERVICES[{service!r}], image="tests/image").start()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_the_next_start_removes_what_a_killed_owner_left(
     service: str, machines: Machines
 ) -> None:
-    with make_box(service):  # of a run that lives
-        code = OWNER_CODE.format(service=service)
-        owner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ})
-        assert owner.returncode == -signal.SIGKILL and len(machines.machines) == 2
-        machines.add({OWNER: "elsewhere_1_2", HOST: "elsewhere"}, {})
-        assert remove_left_over_sandboxes(SandboxConfig(kind=f"{service}:tests/image")) == 1
-        assert len(machines.machines) == 2, "a living run's, and another machine's"
+    check_left_over(
+        f"{service}:tests/image",
+        partial(make_box, service),
+        machines.count,
+        lambda: machines.add({OWNER: "elsewhere_1_2", HOST: "elsewhere"}, {}),
+    )
 
 
 def test_a_key_or_image_that_the_service_refuses_is_named_before_the_run(

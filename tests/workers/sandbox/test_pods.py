@@ -2,10 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -14,15 +10,19 @@ from typing import Any
 import pytest
 from aiohttp import WSMsgType, web
 
+from tests.workers.sandbox.contract import (
+    LIMITS,
+    check_commands_and_files,
+    check_left_over,
+)
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError, EpisodeError
-from workers.sandbox.kinds import _check_kind, check_sandbox, remove_left_over_sandboxes
+from workers.sandbox.kinds import _check_kind, check_sandbox
 from workers.sandbox.owners import OWNER, own_label
 from workers.sandbox.pods import NETWORK, PodSandbox, load_cluster
-from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
+from workers.sandbox.protocol import SandboxError
 
 pytest.importorskip("kubernetes")
-LIMITS = SandboxLimits(cpus=0.5, memory_mib=256, disk_mib=2, command_s=5, output_bytes=1000)
 STDIN, STDOUT, STDERR, ERROR = range(4)
 
 
@@ -66,6 +66,9 @@ class Cluster:
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(20)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def count(self) -> int:
+        return len(self.pods)
 
     async def create(self, request: web.Request) -> web.Response:
         pod = await request.json()
@@ -191,11 +194,15 @@ def make_box(image: str = "tests/image") -> PodSandbox:
     return PodSandbox(LIMITS, own_label("7"), image=image)
 
 
-def test_commands_files_and_limits(cluster: Cluster) -> None:
-    with make_box() as box:
+def test_commands_and_files(cluster: Cluster) -> None:
+    check_commands_and_files(make_box, cluster.count)
+
+
+def test_a_pod_has_limits_and_no_network(cluster: Cluster) -> None:
+    with make_box():
         (pod,) = cluster.pods.values()
         (container,) = pod["spec"]["containers"]
-        amounts = {"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "2Mi"}
+        amounts = {"cpu": "1000m", "memory": "2048Mi", "ephemeral-storage": "2048Mi"}
         assert container["resources"] == {"limits": amounts, "requests": amounts}
         assert pod["spec"]["activeDeadlineSeconds"] == 86_400
         assert pod["spec"]["automountServiceAccountToken"] is False
@@ -205,26 +212,6 @@ def test_commands_files_and_limits(cluster: Cluster) -> None:
             "policyTypes": ["Ingress", "Egress"],
         }
         assert pod["metadata"]["labels"][NETWORK] == "off"
-        result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
-        assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
-        assert (
-            box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text
-            == "/usr\nb c\n"
-        )
-        long = box.run("head -c 5000 /dev/zero")
-        assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
-        late = box.run("sleep 30", timeout_s=0.3)
-        assert late.timed_out and late.exit_code == 137
-        content = bytes(range(256)) * 4096
-        box.write("deep/er/it's", content)
-        assert box.read("deep/er/it's") == content
-        with pytest.raises(SandboxFileError, match="missing"):
-            box.read("missing")
-        with make_box() as other:
-            assert other.run("ls").text == "" and len(cluster.pods) == 2
-    assert not cluster.pods
-    with pytest.raises(SandboxError, match="stopped"):
-        box.run("true")
 
 
 def test_a_lost_pod_fails_its_sample(cluster: Cluster) -> None:
@@ -244,25 +231,14 @@ def test_a_lost_pod_fails_its_sample(cluster: Cluster) -> None:
     assert not cluster.pods
 
 
-OWNER_CODE = """
-import os, signal
-from workers.sandbox.owners import own_label
-from workers.sandbox.pods import PodSandbox
-from workers.sandbox.protocol import SandboxLimits
-PodSandbox(SandboxLimits(), own_label("0"), image="tests/image").start()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_the_next_start_removes_what_a_killed_owner_left(cluster: Cluster) -> None:
-    with make_box():  # of a run that lives
-        owner = subprocess.run([sys.executable, "-c", OWNER_CODE], env={**os.environ})
-        assert owner.returncode == -signal.SIGKILL and len(cluster.pods) == 2
-        cluster.pods["foreign"] = {
-            "metadata": {"name": "foreign", "labels": {OWNER: "elsewhere_1_2"}}
-        }
-        assert remove_left_over_sandboxes(SandboxConfig(kind="kubernetes:tests/image")) == 1
-        assert len(cluster.pods) == 2, "a living run's, and another machine's"
+    foreign = {"metadata": {"name": "foreign", "labels": {OWNER: "elsewhere_1_2"}}}
+    check_left_over(
+        "kubernetes:tests/image",
+        make_box,
+        cluster.count,
+        lambda: cluster.pods.update(foreign=foreign),
+    )
 
 
 def test_a_missing_right_image_or_cluster_is_refused(
