@@ -1,8 +1,7 @@
 """Agents' sessions over HTTP, with stock clients and a real engine on a CPU, against the engine's own
 records.
 
-Only here are ids and log-probs of every API's turns compared with the
-engine's.
+Every API's turns are compared with the engine's by `tests/workers/rollout/test_stock_agents.py`.
 """
 
 import asyncio
@@ -10,6 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,24 +115,28 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 async def ask(
-    client: openai.AsyncOpenAI, messages: Any, *, stream: bool, **options: Any
+    client: openai.AsyncOpenAI, messages: Any, *, stream: bool = False, **options: Any
 ) -> Any:
+    request = {"model": "any", "messages": messages, **options}
     if not stream:
-        return (
-            (
-                await client.chat.completions.create(
-                    model="any", messages=messages, **options
-                )
-            )
-            .choices[0]
-            .message
-        )
-    async with client.chat.completions.stream(
-        model="any", messages=messages, **options
-    ) as events:
+        return (await client.chat.completions.create(**request)).choices[0].message
+    async with client.chat.completions.stream(**request) as events:
         async for _ in events:
             pass
         return (await events.get_final_completion()).choices[0].message
+
+
+async def converse(
+    client: openai.AsyncOpenAI, turns: int, *, stream: bool = False
+) -> list[Any]:
+    """Return the policy's messages, each after an answer to the one before."""
+    messages = list(QUESTION)
+    said = []
+    for _ in range(turns):
+        message = await ask(client, messages, stream=stream, tools=TOOLS)
+        said.append(message)
+        messages += [message.model_dump(exclude_none=True), *answers(message)]
+    return said
 
 
 def answers(message: Any) -> list[dict[str, Any]]:
@@ -141,19 +145,13 @@ def answers(message: Any) -> list[dict[str, Any]]:
     return found or [{"role": "user", "content": "Sure?"}]
 
 
-async def chat(client: openai.AsyncOpenAI, turns: int, *, stream: bool) -> None:
-    messages = list(QUESTION)
-    for _ in range(turns):
-        message = await ask(client, messages, stream=stream, tools=TOOLS, temperature=0.3)
-        messages += [message.model_dump(exclude_none=True), *answers(message)]
-
-
 THOUGHT = "I add 3 and 5."
-ANSWER_OF_ANTHROPIC = [
+ANSWER = {"role": "assistant", "content": "It is 8."}
+BLOCKS = [
     {"type": "thinking", "thinking": THOUGHT, "signature": ""},
     {"type": "text", "text": "It is 8."},
 ]
-REASONING_OF_RESPONSES = {
+REASONING = {
     "type": "reasoning",
     "id": "r",
     "summary": [],
@@ -162,78 +160,29 @@ REASONING_OF_RESPONSES = {
 
 
 @pytest.mark.parametrize(
-    ("route", "body"),
+    ("route", "history"),
     [
-        *(
-            (
-                "chat/completions",
-                {
-                    "messages": [
-                        *QUESTION,
-                        {"role": "assistant", "content": "It is 8.", name: THOUGHT},
-                    ]
-                },
-            )
-            for name in ("reasoning", "reasoning_content", "thinking")
-        ),
-        (
-            "messages",
-            {
-                "messages": [
-                    *QUESTION,
-                    {"role": "assistant", "content": ANSWER_OF_ANTHROPIC},
-                ]
-            },
-        ),
-        (
-            "responses",
-            {
-                "input": [
-                    *QUESTION,
-                    REASONING_OF_RESPONSES,
-                    {"role": "assistant", "content": "It is 8."},
-                ]
-            },
-        ),
+        ("chat/completions", [*QUESTION, ANSWER | {"reasoning": THOUGHT}]),
+        ("messages", [*QUESTION, ANSWER | {"content": BLOCKS}]),
+        ("responses", [*QUESTION, REASONING, ANSWER]),
     ],
-    ids=["reasoning", "reasoning_content", "thinking", "Anthropic", "Responses"],
 )
 def test_thoughts_of_a_request_reach_the_field_that_the_template_reads(
-    served: Served, route: str, body: dict[str, Any], request: pytest.FixtureRequest
+    served: Served, route: str, history: list[Any]
 ) -> None:
-    access: Access = served.call("open", name := f"thoughts {request.node.callspec.id}")
-    sent = {"model": "any", "max_tokens": 4, "max_output_tokens": 4} | body
-    headers = {"authorization": f"Bearer {access.key}"}
+    name = f"thoughts of {Path(route).name}"
+    access: Access = served.call("open", name)
+    body = {"model": "any", "max_tokens": 4, "messages": history, "input": history}
     answer = httpx.post(
-        f"{access.base_url}/{route}", json=sent, headers=headers, timeout=60
+        f"{access.base_url}/{route}",
+        json=body,
+        headers={"x-api-key": access.key},
+        timeout=60,
     )
     assert answer.status_code == 200, answer.text
     ((_, prompt),) = served.nodes(name)
-    assert f"<think>\n{THOUGHT}\n</think>\n\nIt is 8." in served.tokenizer.decode(
-        prompt.tolist()
-    )
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_turns_continue_by_their_ids_and_are_what_the_engine_sampled(
-    served: Served, stream: bool
-) -> None:
-    names = [f"chat{stream}{number}" for number in range(6)]
-    clients = [served.client(name) for name in names]
-
-    async def play() -> None:
-        await asyncio.gather(*[chat(client, 5, stream=stream) for client in clients])
-
-    asyncio.run(play())
-    again = 0
-    for name in names:
-        found = [node for node, _ in served.nodes(name)]
-        assert [node.parent for node in found] == [-1, 0, 1, 2, 3]
-        assert all(node.received for node in found)
-        again += sum("tool_calls" in node.said for node in found)
-        told = served.call("told", name)
-        assert told["kept"] == 5 and len(told["rows"]) == 1
-    assert again > 5  # calls are among them
+    thought = f"<think>\n{THOUGHT}\n</think>\n\nIt is 8."
+    assert thought in served.tokenizer.decode(prompt.tolist())
 
 
 def test_a_wrong_key_another_session_and_unlisted_routes_are_refused(
@@ -257,133 +206,47 @@ def test_a_wrong_key_another_session_and_unlisted_routes_are_refused(
         assert client.get(f"{mine.session_url}/v1/models").status_code == 401
 
 
-async def use_responses(access: Access, stream: bool) -> None:
-    client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0)
-    items: list[Any] = list(QUESTION)
-    options: Any = {"model": "any", "tools": [{"type": "function", **ADD}], "store": False}
-    for _ in range(4):
-        if stream:
-            async with client.responses.stream(input=items, **options) as events:
-                async for _ in events:
-                    pass
-                answer = await events.get_final_response()
-        else:
-            answer = await client.responses.create(input=items, **options)
-        items += [item.model_dump(exclude_none=True) for item in answer.output]
-        calls = [item for item in answer.output if item.type == "function_call"]
-        outputs = [
-            {"type": "function_call_output", "call_id": call.call_id, "output": "8"}
-            for call in calls
-        ]
-        items += outputs or [{"role": "user", "content": "Sure?"}]
-
-
-async def use_anthropic(access: Access, stream: bool) -> None:
-    import anthropic  # for 1.3 CPU s, in the processes that use it
-
-    client = anthropic.AsyncAnthropic(
-        base_url=access.session_url, api_key=access.key, max_retries=0
-    )
-    options: Any = {
-        "model": "any",
-        "tools": [ADD_OF_ANTHROPIC],
-        "max_tokens": 2000,
-        "system": "Be brief.",
-    }
-    messages: list[Any] = list(QUESTION)
-    for _ in range(4):
-        if stream:
-            async with client.messages.stream(messages=messages, **options) as events:
-                answer = await events.get_final_message()
-        else:
-            answer = await client.messages.create(messages=messages, **options)
-        uses = [block for block in answer.content if block.type == "tool_use"]
-        messages += [
-            {
-                "role": "assistant",
-                "content": [
-                    block.model_dump(exclude_none=True) for block in answer.content
-                ],
-            }
-        ]
-        results = [
-            {"type": "tool_result", "tool_use_id": use.id, "content": "8"} for use in uses
-        ]
-        messages += [{"role": "user", "content": results or "Sure?"}]
-    del options["max_tokens"]
-    count = await client.messages.count_tokens(messages=messages, **options)
-    assert count.input_tokens > 100
-
-
-async def use_completions(access: Access, stream: bool) -> None:
-    client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0)
-    text = "What is"
-    for _ in range(4):
-        answer: Any = await client.completions.create(
-            model="any", prompt=text, max_tokens=9, stream=stream
-        )
-        text += (
-            "".join([chunk.choices[0].text async for chunk in answer])
-            if stream
-            else answer.choices[0].text
-        )
-        text += " and"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("use", [use_responses, use_anthropic, use_completions])
-def test_other_apis_continue_by_ids_too(served: Served, use: Any, stream: bool) -> None:
-    names = [f"{use.__name__}{stream}{number}" for number in range(3)]
-
-    async def play() -> None:
-        await asyncio.gather(*[use(served.call("open", name), stream) for name in names])
-
-    asyncio.run(play())
-    for name in names:
-        assert [node.parent for node, _ in served.nodes(name)] == [-1, 0, 1, 2]
-
-
-@pytest.mark.parametrize(("asked", "most"), [({}, 4), ({"stream_interval": 1}, 18)])
-def test_a_stream_comes_in_parts_of_several_tokens(
-    served: Served, asked: dict[str, int], most: int
+@pytest.mark.parametrize(("options", "most"), [({}, 4), ({"stream_interval": 1}, 18)])
+def test_a_stream_comes_in_parts_of_several_tokens_and_its_text_is_extended(
+    served: Served, options: dict[str, int], most: int
 ) -> None:
-    client = served.client(f"parts{most}", min_new_tokens=16)
+    name = f"parts{most}"
+    client = served.client(name, min_new_tokens=16)
 
-    async def parts() -> int:
-        options: dict[str, Any] = {"max_tokens": 16, "stream": True, "extra_body": asked}
-        answer = await client.completions.create(model="any", prompt="What is", **options)
-        return len([chunk async for chunk in answer])
+    async def texts(prompt: str) -> list[str]:
+        answer = await client.completions.create(
+            model="any", prompt=prompt, max_tokens=16, stream=True, extra_body=options
+        )
+        return [chunk.choices[0].text async for chunk in answer]
 
-    assert most // 2 < asyncio.run(parts()) <= most
+    async def play() -> int:
+        parts = await texts("What is")
+        await texts("What is" + "".join(parts) + " and")
+        return len(parts)
+
+    assert most // 2 < asyncio.run(play()) <= most
+    assert [node.parent for node, _ in served.call("nodes", name)] == [-1, 0]
 
 
 def test_several_answers_to_one_request_are_turns_of_their_own(served: Served) -> None:
-    client, options = (
-        served.client("several"),
-        {"model": "any", "messages": QUESTION, "tools": TOOLS},
-    )
+    client = served.client("several")
+    options: Any = {"model": "any", "messages": QUESTION, "tools": TOOLS}
 
     async def play() -> None:
         whole: Any = await client.chat.completions.create(n=3, **options)
         async for _ in await client.chat.completions.create(n=2, stream=True, **options):
             pass
         for choice in whole.choices:
-            message = choice.message
-            await ask(
-                client,
-                [*QUESTION, message.model_dump(exclude_none=True), *answers(message)],
-                stream=False,
-            )
+            said = choice.message.model_dump(exclude_none=True)
+            await ask(client, [*QUESTION, said, *answers(choice.message)])
         prompts: Any = [[5, 6, 7], [8, 9]]
         await client.completions.create(model="any", prompt=prompts, n=2, max_tokens=3)
 
     asyncio.run(play())
-    found = [node for node, _ in served.nodes("several")]
-    assert [node.parent for node in found] == [-1] * 5 + [-1] * 3 + [
-        -1
-    ] * 4  # without tools: other prompts
-    assert len({node.response.ids.tobytes() for node in found[:5]}) > 1
-    assert len({name for node in found for name in node.names}) == 6
+    nodes = [node for node, _ in served.nodes("several")]
+    assert [node.parent for node in nodes] == [-1] * 12  # without tools: other prompts
+    assert len({node.response.ids.tobytes() for node in nodes[:5]}) > 1
+    assert len({name for node in nodes for name in node.names}) == 6
 
 
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -408,11 +271,6 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
             "chat/completions",
             "images",
             {"messages": [{"role": "user", "content": [PICTURE]}]},
-        ),
-        (
-            "chat/completions",
-            "context length",
-            {"messages": [{"role": "user", "content": "x " * 3000}]},
         ),
         (
             "chat/completions",
@@ -477,7 +335,7 @@ def test_strict_tools_and_sampling_options_of_clients_change_nothing(
         tools: Any = [{"type": "function", "function": ADD | options}]
         own = {"temperature": 0.01, "top_p": 0.1, "seed": 3, "tool_choice": "required"}
         others: Any = own if options else {}
-        asyncio.run(ask(served.client(name), QUESTION, stream=False, tools=tools, **others))
+        asyncio.run(ask(served.client(name), QUESTION, tools=tools, **others))
         texts.append([node.response.ids.tolist() for node, _ in served.nodes(name)])
     assert texts[0] == texts[1]
 
@@ -520,8 +378,8 @@ def test_a_retry_reads_the_answer_that_its_client_left_and_an_abandoned_one_is_d
     assert post(**{"x-stainless-retry-count": "1"}) == first
     other = post(**{"idempotency-key": "k"})
     assert other != first and post(**{"idempotency-key": "k"}) == other
-    with httpx.stream("POST", url, json=ASKED | {"stream": True}, headers=key) as stream:
-        next(stream.iter_lines())  # and never comes back
+    with begun_stream(access):
+        pass  # and never comes back
     for _ in range(100):
         nodes = [node for node, _ in served.call("nodes", "retried")]
         if len(nodes) == 3:
@@ -536,74 +394,56 @@ def test_a_retry_reads_the_answer_that_its_client_left_and_an_abandoned_one_is_d
     assert len(served.call("of_engine", "retried")) == 3
 
 
-def test_closing_a_session_aborts_its_requests(served: Served) -> None:
-    access = served.call("open", "closed", **LONG)
-    url, key = (
-        f"{access.base_url}/chat/completions",
-        {"authorization": f"Bearer {access.key}"},
-    )
+@contextmanager
+def begun_stream(access: Access) -> Iterator[Iterator[str]]:
+    """The lines that follow the first of a streamed answer."""
     with httpx.stream(
-        "POST", url, json=ASKED | {"stream": True}, headers=key, timeout=60
-    ) as stream:
-        lines = stream.iter_lines()
+        "POST",
+        f"{access.base_url}/chat/completions",
+        json=ASKED | {"stream": True},
+        headers={"x-api-key": access.key},
+        timeout=60,
+    ) as answer:
+        lines = answer.iter_lines()
         next(lines)
+        yield lines
+
+
+def test_closing_a_session_aborts_its_requests(served: Served) -> None:
+    with begun_stream(served.call("open", "closed", **LONG)) as lines:
         served.call("close", "closed")
         assert any("error" in line for line in lines)
     assert served.call("nodes", "closed") == [] and served.call("of_engine", "closed") == []
     assert served.call("left")[0] == 0
-    assert httpx.post(url, json=ASKED, headers=key).status_code == 401
 
 
 def test_weights_that_change_within_a_turn_are_told_by_token(served: Served) -> None:
-    access = served.call("open", "updated", **LONG)
-    url, key = (
-        f"{access.base_url}/chat/completions",
-        {"authorization": f"Bearer {access.key}"},
-    )
-    with httpx.stream(
-        "POST", url, json=ASKED | {"stream": True}, headers=key, timeout=60
-    ) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    with begun_stream(served.call("open", "updated", **LONG)) as lines:
         served.call("update_weights", pack_weights(served.model.state_dict().items()), 5)
         list(lines)
     ((node, _),) = served.call("nodes", "updated")
     assert sorted(set(node.response.versions.tolist())) == [0, 5]
-    assert (np.diff(node.response.versions) >= 0).all() and len(
-        node.response.versions
-    ) == 1500
+    assert (np.diff(node.response.versions) >= 0).all()
+    assert len(node.response.versions) == 1500
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_record_answers_again_without_sampling(served: Served, stream: bool) -> None:
     def played(name: str, **options: Any) -> list[Any]:
         client = served.client(name, **options)
-
-        async def play() -> list[Any]:
-            messages, found = list(QUESTION), []
-            for _ in range(4):
-                message = await ask(
-                    client, messages, stream=stream if options else False, tools=TOOLS
-                )
-                calls = [call.function.arguments for call in message.tool_calls or []]
-                found.append((message.content or "", [json.loads(call) for call in calls]))
-                messages += [message.model_dump(exclude_none=True), *answers(message)]
-            return found
-
-        return asyncio.run(play())
+        messages = asyncio.run(converse(client, 4, stream=bool(options) and stream))
+        answers = []
+        for message in messages:
+            calls = [json.loads(c.function.arguments) for c in message.tool_calls or []]
+            answers.append((message.content or "", calls))
+        return answers
 
     first = played(f"before{stream}")
     record = served.call("record", f"before{stream}")
-    assert (
-        played(f"again{stream}", record=replace(record, nodes=record.nodes[:3]), seed=8)[:3]
-        == first[:3]
-    )
-    assert [node.replayed for node, _ in served.nodes(f"again{stream}")] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    record = replace(record, nodes=record.nodes[:3])
+    assert played(f"again{stream}", record=record, seed=8)[:3] == first[:3]
+    nodes = [node for node, _ in served.nodes(f"again{stream}")]
+    assert [node.replayed for node in nodes] == [True, True, True, False]
     assert len(served.call("of_engine", f"again{stream}")) == 1
 
 
@@ -636,16 +476,9 @@ def test_a_session_keeps_to_its_limits(served: Served) -> None:
 
     async def many() -> list[int]:
         async with httpx.AsyncClient(headers=key, timeout=60) as client:
-            asked = [
-                {"model": "any", "messages": QUESTION, "user": str(number)}
-                for number in range(20)
-            ]
-            return [
-                each.status_code
-                for each in await asyncio.gather(
-                    *[client.post(url, json=one) for one in asked]
-                )
-            ]
+            bodies = [ASKED | {"user": str(number)} for number in range(20)]
+            posts = [client.post(url, json=body) for body in bodies]
+            return [answer.status_code for answer in await asyncio.gather(*posts)]
 
     assert sorted(asyncio.run(many())) == [200] * 16 + [429] * 4
     assert post(QUESTION).status_code == 200
@@ -660,24 +493,20 @@ def test_turns_of_a_seat_are_rewarded_by_its_name(served: Served) -> None:
     """Two seats ask the same, so that the header alone tells them apart."""
     access = served.call("open", "seats")
 
-    async def play(seat: str, reward: float) -> None:
-        headers = {"X-Session-ID": seat}
+    for seat, reward in (("solver", 1.0), ("judge", 3.0)):
         client = openai.AsyncOpenAI(
             base_url=access.base_url,
             api_key=access.key,
             max_retries=0,
-            default_headers=headers,
+            default_headers={"X-Session-ID": seat},
         )
-        await chat(client, 2, stream=False)
-        async with httpx.AsyncClient(
-            headers={"authorization": f"Bearer {access.key}"}
-        ) as http:
-            body = {"reward": reward, "response_id": seat}
-            answer = await http.post(f"{access.session_url}/reward", json=body)
-            assert answer.status_code == 200
-
-    asyncio.run(play("solver", 1.0))
-    asyncio.run(play("judge", 3.0))
+        asyncio.run(converse(client, 2))
+        answer = httpx.post(
+            f"{access.session_url}/reward",
+            json={"reward": reward, "response_id": seat},
+            headers={"x-api-key": access.key},
+        )
+        assert answer.status_code == 200
     nodes = [node for node, _ in served.nodes("seats")]
     assert [node.names[-1] for node in nodes] == ["solver", "solver", "judge", "judge"]
     assert served.call("told", "seats")["value"] == 2.0
