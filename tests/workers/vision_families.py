@@ -39,7 +39,17 @@ TOWER = {
     "num_attention_heads": 4,
 }
 # Of a Qwen or GLM tower.
-MERGING = {"num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MERGING = {"depth": 2, "num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+WIDENING = MERGING | {
+    "hidden_size": 32,
+    "out_hidden_size": HIDDEN,
+    "intermediate_size": 64,
+}
+ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 6, 6],
+}
 GATED_DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -159,34 +169,17 @@ def _qwen(family: str) -> Built:
     names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     tokenizer = byte_tokenizer(names)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(names))
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [4, 6, 6],
-    }
-    text, patch = _text(tokenizer), 14
+    text, patch, rope = _text(tokenizer), 14, ROPE
     if family == "qwen2_vl":
         classes = hf.Qwen2VLConfig, hf.Qwen2VLProcessor, hf.Qwen2VLVideoProcessor
-        tower = {"depth": 2, "embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
+        tower = MERGING | {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
     elif family == "qwen2_5_vl":
         classes = hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor
-        tower = {
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "intermediate_size": 64,
-        }
-        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
+        tower = WIDENING | {"window_size": 56, "fullatt_block_indexes": [1]}
     elif family == "qwen3_5":
         classes = hf.Qwen3_5Config, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
-        tower = {
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "intermediate_size": 64,
-        }
-        tower |= {"num_position_embeddings": 64}
-        rope |= {
+        tower = WIDENING | {"num_position_embeddings": 64}
+        rope = ROPE | {
             "mrope_section": [3, 3, 2],
             "mrope_interleaved": True,
             "partial_rotary_factor": 0.5,
@@ -194,18 +187,13 @@ def _qwen(family: str) -> Built:
         text, patch = _text(tokenizer, **GATED_DELTA, head_dim=32), 16
     else:
         classes = hf.Qwen3VLConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
-        tower = {
-            "depth": 3,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "intermediate_size": 64,
-        }
-        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        rope |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        tower = WIDENING | {"num_position_embeddings": 64, "depth": 3}
+        tower |= {"deepstack_visual_indexes": [0, 1]}
+        rope = ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
         text, patch = _text(tokenizer, head_dim=32), 16
     config = classes[0](
         text_config=text | {"rope_parameters": rope},
-        vision_config=tower | MERGING | {"patch_size": patch},
+        vision_config=tower | {"patch_size": patch},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
@@ -237,22 +225,9 @@ def _glm4v(family: str) -> Built:
         "image_end_token_id",
     )
     keys += ("video_start_token_id", "video_end_token_id")
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [4, 6, 6],
-        "partial_rotary_factor": 1.0,
-    }
-    tower = {
-        "depth": 2,
-        "hidden_size": 32,
-        "out_hidden_size": HIDDEN,
-        "intermediate_size": 64,
-        "image_size": 112,
-    }
     config = hf.Glm4vConfig(
-        text_config=_text(tokenizer, rope_parameters=rope),
-        vision_config=tower | MERGING | {"patch_size": 14},
+        text_config=_text(tokenizer, rope_parameters=ROPE | {"partial_rotary_factor": 1.0}),
+        vision_config=WIDENING | {"image_size": 112, "patch_size": 14},
         tie_word_embeddings=False,
         **dict(zip(keys, tokenizer.convert_tokens_to_ids(names), strict=True)),
     )
