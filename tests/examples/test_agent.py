@@ -6,10 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,55 +16,25 @@ from examples.agent import agent, data
 from examples.agent.warm_start import conversation
 from examples.tools.warm_start import create
 from tests.examples.dry_run import dry_run_page
+from tests.workers.agents.chat_server import ChatRequest, serve_chats
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "agent" / "agent.py"
 QUESTION = (73, 95)
 
 
-class Model(BaseHTTPRequestHandler):
-    """A server of OpenAI's API that asks the database, and then answers with what it read."""
-
-    def do_POST(self) -> None:
-        assert (
-            self.path == "/v1/chat/completions"
-            and self.headers["Authorization"] == "Bearer a-key"
-        )
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["tools"] == agent.TOOLS
-        last = asked["messages"][-1]
-        said: dict[str, Any] = {"role": "assistant", "content": last["content"]}
-        if last["role"] == "user":
-            call = data.called(*QUESTION)[0]["tool_calls"][0]["function"]
-            call = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-            said |= {
-                "content": None,
-                "tool_calls": [{"id": "call-1", "type": "function", "function": call}],
-            }
-        choice = {"index": 0, "finish_reason": "stop", "message": said}
-        body = json.dumps(
-            {
-                "id": "x",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "x",
-                "choices": [choice],
-            }
-        )
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as served:
-        Thread(target=served.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{served.server_port}/v1"
-        served.shutdown()
+def ask_the_database(request: ChatRequest) -> dict[str, Any]:
+    """Call the tool, and then answer with what it said."""
+    assert request.path == "/v1/chat/completions"
+    assert request.headers["Authorization"] == "Bearer a-key"
+    assert request.body["tools"] == agent.TOOLS
+    last = request.body["messages"][-1]
+    if last["role"] != "user":
+        return {"role": "assistant", "content": last["content"]}
+    function = data.called(*QUESTION)[0]["tool_calls"][0]["function"]
+    function |= {"arguments": json.dumps(function["arguments"])}
+    call = {"id": "call-1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.fixture
@@ -79,20 +46,19 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_agent_is_a_program_that_needs_nothing_of_ours(
-    server: str, database: Path
-) -> None:
+def test_the_agent_is_a_program_that_needs_nothing_of_ours(database: Path) -> None:
     program = database.parents[1] / "agent.py"
     shutil.copy(FILE, program)
-    environment = os.environ | {
-        "OPENAI_BASE_URL": server,
-        "OPENAI_API_KEY": "a-key",
-        "PYTHONPATH": "",
-    }
     command = [sys.executable, "-P", str(program), data.question(*QUESTION)[0]["content"]]
-    said = subprocess.run(
-        command, cwd=database.parent, env=environment, capture_output=True, text=True
-    )
+    with serve_chats(ask_the_database) as url:
+        environment = os.environ | {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": "a-key",
+            "PYTHONPATH": "",
+        }
+        said = subprocess.run(
+            command, cwd=database.parent, env=environment, capture_output=True, text=True
+        )
     assert said.stdout == f"{data.price(*QUESTION)}\n", said.stderr
     text = FILE.read_text()
     imported = {

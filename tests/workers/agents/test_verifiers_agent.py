@@ -4,14 +4,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from tests.refusals import refused
+from tests.workers.agents.chat_server import ChatRequest, serve_chats
 from workers.agents.verifiers_agent import Agent, records
 from workers.errors import EpisodeError
 
@@ -84,36 +83,21 @@ __all__ = ["EndlessHarness", "EndlessTaskset", "PairEnv"]
 ONE = "agent.runtime.type=subprocess"
 
 
-class Says7(BaseHTTPRequestHandler):
-    keys: list[str] = []  # noqa: RUF012
-    seats: set[str] = set()  # noqa: RUF012
-    rewards: dict[str, float] = {}  # noqa: RUF012
+class Says7:
+    """The policy, which hears rewards too. rewards: by seat."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.keys.append(self.headers["authorization"])
-        if self.path.endswith("/reward"):
-            self.rewards[body["response_id"]] = body["reward"]
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.seats: set[str] = set()
+        self.rewards: dict[str, float] = {}
+
+    def answer(self, request: ChatRequest) -> dict[str, Any]:
+        self.keys.add(request.headers["authorization"])
+        if request.path.endswith("/reward"):
+            self.rewards[request.body["response_id"]] = request.body["reward"]
         else:
-            self.seats.add(self.headers["x-session-id"])
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "7"},
-            "finish_reason": "stop",
-        }
-        found = {
-            "id": "c",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "m",
-            "choices": [choice],
-        }
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
-
-    def log_message(self, *args: Any) -> None: ...
+            self.seats.add(request.headers["x-session-id"])
+        return {"role": "assistant", "content": "7"}
 
 
 @pytest.fixture
@@ -130,12 +114,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Says7)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+def policy() -> Says7:
+    return Says7()
+
+
+@pytest.fixture
+def url(policy: Says7) -> Iterator[str]:
+    with serve_chats(policy.answer) as url:
+        yield url
 
 
 def test_tasks_are_records_of_chat_messages(folder: str) -> None:
@@ -154,7 +140,7 @@ def test_tasks_are_records_of_chat_messages(folder: str) -> None:
             records(f"verifiers:endless{wrong}")
 
 
-def test_an_episodes_rewards_are_the_sessions(folder: str, url: str) -> None:
+def test_an_episodes_rewards_are_the_sessions(folder: str, policy: Says7, url: str) -> None:
     right, wrong, _, broken = records(f"verifiers:endless?{ONE}&select.limit=4")
     agent = Agent(f"verifiers:endless?{ONE}", folder)
     assert asyncio.run(agent(right, url, "secret")) == {
@@ -167,27 +153,25 @@ def test_an_episodes_rewards_are_the_sessions(folder: str, url: str) -> None:
         "right": 0.0,
         "length": 1.0,
     }
-    assert set(Says7.keys) == {"Bearer secret"}
+    assert policy.keys == {"Bearer secret"}
     with refused("no such answer", EpisodeError):
         asyncio.run(agent(broken, url, "secret"))
 
 
 def test_seats_that_share_the_policy_have_rewards_of_their_own(
-    folder: str, url: str, monkeypatch: pytest.MonkeyPatch
+    folder: str, policy: Says7, url: str
 ) -> None:
-    monkeypatch.setattr(Says7, "seats", set())
-    monkeypatch.setattr(Says7, "rewards", {})
     harness = "solver.harness.id=pair&judge.harness.id=pair"
     (record, *_) = records("verifiers:pair?select.limit=1")
     with refused("(trainable=False)", EpisodeError):
         asyncio.run(
             Agent(f"verifiers:pair?{harness}&frozen=true", folder)(record, url, "secret")
         )
-    Says7.seats.clear()
+    policy.seats.clear()
     played = asyncio.run(
         Agent(f"verifiers:pair?{harness}&bonus=1", folder)(record, url, "secret")
     )
-    assert Says7.rewards.keys() == Says7.seats and sorted(Says7.rewards.values()) == [
+    assert policy.rewards.keys() == policy.seats and sorted(policy.rewards.values()) == [
         2.0,
         3.0,
     ]

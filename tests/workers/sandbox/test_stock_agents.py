@@ -1,16 +1,13 @@
 """Five stock agents, each in a bubblewrap sandbox, against a stand-in for the gateway."""
 
 import asyncio
-import json
 import sys
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
+from tests.workers.agents.chat_server import ChatRequest, serve_chats
 from tests.workers.sandbox.conftest import needs_bubblewrap
 from workers.agents.processes import session_variables
 from workers.batch.score import Score
@@ -78,54 +75,26 @@ print(json.dumps({"reward": float("5" in str(answer))}))
 """
 
 
-class Gateway(BaseHTTPRequestHandler):
-    requests: list[dict[str, Any]]
+class Policy:
+    """It calls `add`, and then says the sum."""
 
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.headers["Authorization"] == "Bearer secret"
-        self.requests.append(request)
+    def __init__(self) -> None:
+        self.requests = 0
+
+    def answer(self, request: ChatRequest) -> dict[str, Any]:
+        assert request.headers["Authorization"] == "Bearer secret"
+        self.requests += 1
+        if self.requests > 1:
+            return {"role": "assistant", "content": "It is 5."}
         function = {"name": "add", "arguments": '{"a": 2, "b": 3}'}
-        message: dict[str, Any] = {"role": "assistant", "content": "It is 5."}
-        if len(self.requests) == 1:
-            calls = [{"id": "1", "type": "function", "function": function}]
-            message = {"role": "assistant", "content": None, "tool_calls": calls}
-        reason = "tool_calls" if "tool_calls" in message else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {
-            "id": "1",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "any",
-            "choices": [choice],
-        }
-        body = json.dumps(answer | {"usage": usage}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def gateway() -> Iterator[ThreadingHTTPServer]:
-    Gateway.requests = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+        call = {"id": "1", "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(
     "name", ["curl", "openai_client", "openai_agents", "pydantic_ai", "smolagents"]
 )
-def test_a_stock_agent_works_in_a_sandbox(
-    name: str, gateway: ThreadingHTTPServer, tmp_path: Path
-) -> None:
+def test_a_stock_agent_works_in_a_sandbox(name: str, tmp_path: Path) -> None:
     for folder in [tmp_path, *tmp_path.parents[:3]]:
         folder.chmod(0o755)
     (tmp_path / "agent.sh").write_text(CURL)
@@ -140,16 +109,16 @@ def test_a_stock_agent_works_in_a_sandbox(
         command_timeout_s=1.0,
     )
 
-    async def play() -> Score | None:
+    policy = Policy()
+
+    async def play(url: str) -> Score | None:
         pool = SandboxAgentPool(line, 90.0, sandbox=settings, memory_gib=8.0, processes=256)
-        base_url = f"http://127.0.0.1:{gateway.server_port}/v1"
         try:
-            return await pool.run(
-                {"question": "What is 2 + 3?"},
-                session_variables(base_url, base_url[:-3], "secret"),
-            )
+            variables = session_variables(url, url.removesuffix("/v1"), "secret")
+            return await pool.run({"question": "What is 2 + 3?"}, variables)
         finally:
             await pool.stop()
 
-    score = asyncio.run(play())
-    assert score is not None and score.reward == 1.0 and len(Gateway.requests) >= 2
+    with serve_chats(policy.answer) as url:
+        score = asyncio.run(play(url))
+    assert score is not None and score.reward == 1.0 and policy.requests >= 2
