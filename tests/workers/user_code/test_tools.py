@@ -219,20 +219,72 @@ def test_a_record_says_which_tools_it_offers(tools: Tools) -> None:
     ]
 
 
+SEARCH = '''
+from typing import Any, Literal, Optional, TypedDict
+
+class Page:
+    pass
+
+class Place(TypedDict):
+    city: str
+
+def search(value: {hint}) -> str:
+    """Search.
+
+    Args:
+        value: What for.
+    """
+    {body}
+'''
+
+
+def search(hint: str, body: str = "return ''") -> str:
+    return SEARCH.format(hint=hint, body=body)
+
+
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize(
-    "source",
+    ("source", "reason"),
     [
-        "def f(a):\n    'Doc.'",
-        "def f(a: int): ...",
-        "def f(a: int):\n    'Doc.'",
-        "import os\nx = 1",
-        "raise ValueError('no')",
-        "import threading\nL = threading.Lock()\ndef f():\n    'Doc.'\n    return L",
-        "import time\ntime.sleep(99)",
+        ("def f(a):\n    'Doc.'", ""),
+        ("def f(a: int): ...", ""),
+        ("def f(a: int):\n    'Doc.'", ""),
+        ("import os\nx = 1", ""),
+        ("raise ValueError('no')", ""),
+        ("import threading\nL = threading.Lock()\ndef f():\n    'Doc.'\n    return L", ""),
+        ("import time\ntime.sleep(99)", ""),
+        (search("bytes"), "search cannot be called: its argument value has the type bytes"),
+        (search("Page"), "search cannot be called: its argument value has the type Page"),
+        (search("list[Page]"), "the type Page"),
+        (search("Optional[bytes]"), "the type bytes"),
+        (search("dict[str, list[bytes]]"), "the type bytes"),
+        (search("str", "yield ''"), "search cannot be called: it is a generator"),
     ],
 )
-def test_tools_without_a_schema_are_refused(tmp_path: Path, source: str) -> None:
+def test_tools_that_cannot_be_called_are_refused(
+    tmp_path: Path, source: str, reason: str
+) -> None:
     (tmp_path / "tools.py").write_text(source)
-    limit_s = 2.0 if "sleep" in source else 10.0
-    with refused("rollout.tools"):
+    limit_s = 2.0 if "sleep" in source else 60.0
+    with refused(reason or "rollout.tools"):
         find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=limit_s)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    "hint",
+    [
+        "str",
+        "int | None",
+        "list[str]",
+        "dict[str, Any]",
+        "Literal['a', 'b']",
+        "list[dict[str, float]]",
+        "dict",
+        "tuple[int, int]",
+        "Any",
+    ],
+)
+def test_tools_of_json_types_are_taken(tmp_path: Path, hint: str) -> None:
+    (tmp_path / "tools.py").write_text(search(hint))
+    assert find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=60).schemas
