@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.refusals import refused
 from tests.workers.rollout import stock_templates as stock
+from tests.workers.vision_families import byte_tokenizer
 from workers.engine.requests import STOP, Response, not_sampled
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
@@ -54,15 +53,9 @@ MARKS = (
 
 
 @cache
-def byte_tokenizer() -> Any:
+def qwen_tokenizer() -> Any:
     """A token a byte, and Qwen3's added tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(
-        models.BPE({letter: number for number, letter in enumerate(letters)}, [])
-    )
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END)
+    tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
     return tokenizer
 
@@ -75,7 +68,7 @@ def turn_of(
     parser: str = "",
     **options: Any,
 ) -> Turn:
-    tokenizer = byte_tokenizer()
+    tokenizer = qwen_tokenizer()
     tokenizer.chat_template = template
     read = TurnParser(tokenizer, parser, "", {"tools": TOOLS} | options)
     prompt = tokenizer.apply_chat_template(
@@ -85,7 +78,7 @@ def turn_of(
 
 
 def ids_of(text: str) -> np.ndarray:
-    return np.array(byte_tokenizer()(text)["input_ids"], np.int32)
+    return np.array(qwen_tokenizer()(text)["input_ids"], np.int32)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +137,7 @@ def parts_of(
     name: str, prompt: Messages, observation: Messages
 ) -> list[tuple[str, str, bool]]:
     """Return reasoning, content and whether the prompt opens the reasoning, of a turn and of the next."""
-    tokenizer = byte_tokenizer()
+    tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CONDITIONAL if name == "conditional" else stock.source(name)
     renderer = Renderer(tokenizer)
     parser = TurnParser(tokenizer, "", "", {})
