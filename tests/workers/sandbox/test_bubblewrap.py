@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.end_to_end.processes import living
 from tests.workers.sandbox.conftest import needs_bubblewrap
 from workers.errors import EpisodeError
 from workers.sandbox.bubblewrap import BubblewrapSandbox, find_interpreter
@@ -42,15 +43,23 @@ def interpreter() -> str:
     return find_interpreter()
 
 
+@contextmanager
+def open_box(
+    interpreter: str, limits: SandboxLimits = LIMITS
+) -> Iterator[BubblewrapSandbox]:
+    with BubblewrapSandbox(limits, LABEL, interpreter=interpreter) as sandbox:
+        yield sandbox
+
+
 @pytest.fixture
 def box(interpreter: str) -> Iterator[BubblewrapSandbox]:
-    with BubblewrapSandbox(LIMITS, LABEL, interpreter=interpreter) as sandbox:
+    with open_box(interpreter) as sandbox:
         yield sandbox
 
 
 @pytest.fixture(scope="module")
 def shared_box(interpreter: str) -> Iterator[BubblewrapSandbox]:
-    with BubblewrapSandbox(LIMITS, LABEL, interpreter=interpreter) as sandbox:
+    with open_box(interpreter) as sandbox:
         yield sandbox
 
 
@@ -58,9 +67,8 @@ def run_python(box: BubblewrapSandbox, code: str, **options: Any) -> CommandResu
     return box.run([box.python, "-I", "-c", code], **options)
 
 
-def remaining(marker: str) -> list[int]:
-    """Processes with that text among their arguments, after the kernel had a moment to end them."""
-    time.sleep(0.3)
+def marked(marker: str) -> list[int]:
+    """Processes with that text among their arguments."""
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
@@ -199,9 +207,7 @@ def test_files_processes_and_memory_of_the_machine_are_out_of_reach(
 
 def test_the_sandboxes_of_two_samples_do_not_see_each_other(interpreter: str) -> None:
     def live(number: int) -> tuple[str, str]:
-        with BubblewrapSandbox(
-            LIMITS, SandboxLabel("tests", str(number)), interpreter=interpreter
-        ) as sandbox:
+        with open_box(interpreter) as sandbox:
             sandbox.run(
                 f"sleep 100 & echo {number} > /tmp/mine; mkdir folder-{number}; sleep 0.2"
             )
@@ -282,9 +288,8 @@ def test_time_output_and_processes_are_limited(box: BubblewrapSandbox) -> None:
     ("cpus", "cores"), [(0.3, 1), (1.0, 1), (1000.0, len(os.sched_getaffinity(0)))]
 )
 def test_commands_have_whole_cores(interpreter: str, cpus: float, cores: int) -> None:
-    limits = replace(LIMITS, cpus=cpus)
     before = os.sched_getaffinity(0)
-    with BubblewrapSandbox(limits, LABEL, interpreter=interpreter) as sandbox:
+    with open_box(interpreter, replace(LIMITS, cpus=cpus)) as sandbox:
         code = "import os\nprint(len(os.sched_getaffinity(0)))"
         assert run_python(sandbox, code).text == f"{cores}\n"
     assert os.sched_getaffinity(0) == before
@@ -320,17 +325,18 @@ DETACHED = "setsid env sleep {mark} > /dev/null 2>&1 < /dev/null & setsid env sl
 
 def test_no_process_outlives_its_sandbox(interpreter: str) -> None:
     mark = f"98765.{os.getpid()}"
-    with BubblewrapSandbox(LIMITS, LABEL, interpreter=interpreter) as sandbox:
+    with open_box(interpreter) as sandbox:
         assert sandbox.run(DETACHED.format(mark=mark)).exit_code == 0
-        assert len(remaining(mark)) == 2
-    assert not remaining(mark)
+        pids = marked(mark)
+        assert len(pids) == 2
+    assert living(pids, seconds=10) == []
     with pytest.raises(SandboxError, match="stopped"):
         sandbox.run("true")
 
 
 def test_a_lost_sandbox_fails_its_sample(interpreter: str) -> None:
     """As an environment's failure, which reward.on_failure scores."""
-    with BubblewrapSandbox(LIMITS, LABEL, interpreter=interpreter) as sandbox:
+    with open_box(interpreter) as sandbox:
         assert sandbox._process is not None
         killer = Thread(target=lambda: (time.sleep(0.2), sandbox._process.kill()))  # type: ignore[union-attr]
         killer.start()
@@ -356,11 +362,12 @@ def test_a_killed_owner_leaves_nothing(interpreter: str) -> None:
     )
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     until = time.monotonic() + 30
-    while not remaining(mark):
+    while len(pids := marked(mark)) < 2:
         assert time.monotonic() < until
+        time.sleep(0.1)
     owner.kill()
     owner.wait()
-    assert not remaining(mark)
+    assert living(pids, seconds=10) == []
 
 
 LESS_STRICT = """

@@ -3,7 +3,8 @@
 import asyncio
 import shlex
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -40,95 +41,77 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": name, "function": {"name": name, "arguments": arguments}}
 
 
-def make_pool(settings: SandboxConfig = SETTINGS) -> SandboxToolPool:
+@asynccontextmanager
+async def open_pool(settings: SandboxConfig = SETTINGS) -> AsyncIterator[SandboxToolPool]:
     tools = cloudpickle.dumps(
         {"add": add, "sees": sees} | {name: getattr(sandbox_tools, name) for name in CALLS}
     )
-    return SandboxToolPool(tools, 20.0, sandbox=settings, max_calls=4, max_characters=40)
+    pool = SandboxToolPool(tools, 20.0, sandbox=settings, max_calls=4, max_characters=40)
+    try:
+        yield pool
+    finally:
+        await pool.stop()
 
 
-def test_the_tools_of_a_sample_act_in_its_own_sandbox() -> None:
-    async def play(pool: SandboxToolPool, number: int) -> list[str]:
+async def answers(environment: Any, *calls: dict[str, Any]) -> list[str]:
+    observation = await environment.step(Turn("", tool_calls=list(calls)))
+    return [message["content"] for message in observation.text]
+
+
+async def test_the_tools_of_a_sample_act_in_its_own_sandbox() -> None:
+    async def play(pool: SandboxToolPool, number: int) -> None:
         async with pool.episode(SCHEMAS) as environment:
-            await environment.step(
-                Turn("", tool_calls=[call("write_file", path="a/b", content=f"{number}")])
-            )
-            calls = [
+            await answers(environment, call("write_file", path="a/b", content=f"{number}"))
+            shell, missing, wrong, added = await answers(
+                environment,
                 call("shell", command="cat a/b; ls | wc -l; exit 3"),
                 call("read_file", path="missing"),
                 call("shell", line="true"),
                 call("add", a=number, b=1),
-            ]
-            observation = await environment.step(Turn("", tool_calls=calls))
-            long = await environment.step(
-                Turn("", tool_calls=[call("shell", command="seq 1000")])
             )
-            return [message["content"] for message in [*observation.text, *long.text]]  # type: ignore[list-item]
-
-    async def play_two() -> list[list[str]]:
-        pool = make_pool()
-        try:
-            return list(await asyncio.gather(play(pool, 1), play(pool, 2)))
-        finally:
-            await pool.stop()
-
-    for number, (shell, missing, wrong, added, long) in enumerate(
-        asyncio.run(play_two()), start=1
-    ):
+            (long,) = await answers(environment, call("shell", command="seq 1000"))
         assert shell == f"{number}1\n[exit code 3]"
         assert missing == "Error: /box/missing: No such file or directory"
         assert wrong.startswith("Error:") and "command" in wrong
         assert added == str(number + 1)
         assert "[cut:" in long and len(long) < 100
 
-
-def test_tools_of_the_users_own_run_outside(tmp_path: Path) -> None:
-    (tmp_path / "index").touch()
-
-    async def play() -> list[str]:
-        pool = make_pool()
-        try:
-            async with pool.episode(SCHEMAS) as environment:
-                path = str(tmp_path / "index")
-                calls = [
-                    call("sees", path=path),
-                    call("shell", command=f"test -e {path} && echo True || echo False"),
-                ]
-                observation = await environment.step(Turn("", tool_calls=calls))
-                return [message["content"] for message in observation.text]  # type: ignore[misc]
-        finally:
-            await pool.stop()
-
-    assert asyncio.run(play()) == ["True", "False"]
+    async with open_pool() as pool:
+        await asyncio.gather(play(pool, 1), play(pool, 2))
 
 
-def test_a_sandbox_that_is_lost_or_does_not_start_fails_the_sample() -> None:
-    async def lose() -> None:
-        pool = make_pool()
-        try:
-            async with pool.episode(SCHEMAS) as environment:
-                step = environment.step(
-                    Turn("", tool_calls=[call("shell", command="sleep 4")])
-                )
-                turn = asyncio.create_task(step)  # type: ignore[arg-type]
-                await asyncio.sleep(0.5)
-                # Processes of other sandboxes may end meanwhile.
-                for child in psutil.Process().children(recursive=True):
-                    with suppress(psutil.NoSuchProcess):
-                        if child.name() == "bwrap":
-                            child.kill()
-                await turn
-        finally:
-            await pool.stop()
+async def test_tools_of_the_users_own_run_outside(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    path.touch()
+    async with open_pool() as pool, pool.episode(SCHEMAS) as environment:
+        line = f"test -e {path} && echo True || echo False"
+        calls = [call("sees", path=str(path)), call("shell", command=line)]
+        assert await answers(environment, *calls) == ["True", "False"]
 
-    async def start() -> None:
-        async with make_pool(SandboxConfig(kind="chroot")).episode(SCHEMAS):
-            pass
 
+def children_named(name: str) -> list[psutil.Process]:
+    children = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # of another sandbox
+            if child.name() == name:
+                children.append(child)
+    return children
+
+
+async def test_a_sandbox_that_is_lost_or_does_not_start_fails_the_sample() -> None:
     with pytest.raises(EpisodeError, match="the sandbox ended"):
-        asyncio.run(lose())
+        async with open_pool() as pool, pool.episode(SCHEMAS) as environment:
+            command = call("shell", command="sleep 4")
+            turn = asyncio.create_task(answers(environment, command))
+            while not children_named("sleep"):
+                await asyncio.sleep(0.05)
+            for child in children_named("bwrap"):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            await turn
     with pytest.raises(EpisodeError, match="chroot"):
-        asyncio.run(start())
+        async with open_pool(SandboxConfig(kind="chroot")) as pool, pool.episode(SCHEMAS):
+            pass
 
 
 AGENT = """
