@@ -54,9 +54,8 @@ def make_tokenizer(
         else _pieces(scheme)
     )
     marks = ["<think>", "</think>"] if thinks else []
-    backend.add_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()]
-    )
+    tokenizer = _with_special(backend, template)
+    backend = tokenizer.backend_tokenizer
     backend.add_tokens(
         [AddedToken(token, normalized=False, special=False) for token in marks]
     )
@@ -66,8 +65,6 @@ def make_tokenizer(
         backend.post_processor = processors.TemplateProcessing(
             single=single, special_tokens=ids
         )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
-    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -79,6 +76,10 @@ def make_word_pieces(template: str | None = None) -> Any:
     backend.normalizer = normalizers.BertNormalizer(lowercase=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
+    return _with_special(backend, template)
+
+
+def _with_special(backend: Tokenizer, template: str | None) -> Any:
     backend.add_tokens(
         [AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()]
     )

@@ -33,16 +33,10 @@ def message(role: str, numbers: Sequence[int] | range | np.ndarray) -> dict[str,
     return {"role": role, "content": " ".join(map(str, numbers))}
 
 
-def response(
-    numbers: Sequence[int] | range, version: int = 0, reason: str = STOP
-) -> Response:
+def response(numbers: Sequence[int] | range, version: int = 0) -> Response:
     tokens = ids(numbers)
-    return Response(
-        tokens,
-        -tokens.astype(np.float32) / 8,
-        np.full(len(tokens), version, np.int32),
-        reason,
-    )
+    log_probs = -tokens.astype(np.float32) / 8
+    return Response(tokens, log_probs, np.full(len(tokens), version, np.int32), STOP)
 
 
 def prompt_of(session: Session, asked: SessionPrompt) -> np.ndarray:

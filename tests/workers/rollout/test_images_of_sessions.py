@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 from transformers import AutoTokenizer
 
+from tests.workers.rollout.image_messages import IMAGES, PIXELS, URLS, asks, image_part
 from tests.workers.rollout.sessions import ids, response
 from tests.workers.vision_families import pictures
 from workers.agents.prompt_renderer import PromptRenderer
@@ -33,23 +34,7 @@ from workers.images.images import decode_image, url_of
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer
 
-PIXELS = (0, 2**20)
-URLS = [url_of(picture) for picture in pictures()]
-IMAGES = [decode_image(url, "a test", PIXELS) for url in URLS]
 END = "<|im_end|>"
-
-
-def part(url: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def asks(*content: Any) -> dict[str, Any]:
-    """A user's message. Numbers are images."""
-    parts = [
-        {"type": "text", "text": each} if isinstance(each, str) else part(URLS[each])
-        for each in content
-    ]
-    return {"role": "user", "content": parts}
 
 
 class Gateway:
@@ -124,7 +109,7 @@ def test_turns_extend_their_ids_and_images(gateway: Gateway) -> None:
         bare("which? ", "I"), said, bare("I", " or ", "this?"), images=[0, 1]
     )
     assert (whole.ids.tolist(), whole.images) == (expected.ids.tolist(), expected.images)
-    tool = {"role": "tool", "content": [part(URLS[2]), part(URLS[0])]}
+    tool = {"role": "tool", "content": [image_part(URLS[2]), image_part(URLS[0])]}
     last, whole = gateway.turn(
         "three", first, said, second, {"role": "assistant", "content": "two"}, tool
     )
@@ -144,7 +129,7 @@ def test_images_of_one_size_are_told_apart(vision_model: Callable[[str], Path]) 
     """Ids are equal: the history, the record and the rows' hashes are not."""
     one, other = (Pillow.new("RGB", (84, 56), color) for color in ("red", "blue"))
     messages = [
-        [{"role": "user", "content": [part(url_of(each))]}] for each in (one, other)
+        [{"role": "user", "content": [image_part(url_of(each))]}] for each in (one, other)
     ]
     found = []
     for mine in messages:
@@ -177,7 +162,7 @@ def test_every_form_of_an_image_is_the_same_image(gateway: Gateway) -> None:
     assert len(gateway.opened.images) == 1  # decoded once
     buffer = io.BytesIO()
     pictures()[0].save(buffer, "WEBP", lossless=True)
-    webp = part("data:;base64," + base64.b64encode(buffer.getvalue()).decode())
+    webp = image_part("data:;base64," + base64.b64encode(buffer.getvalue()).decode())
     assert gateway.read({"role": "user", "content": [webp]})[1].images == prompts[0].images
 
 
@@ -195,19 +180,19 @@ SVG = base64.b64encode(b"<svg/>").decode()
 @pytest.mark.parametrize(
     ("image", "said"),
     [
-        (part(LOCAL), ELSEWHERE),
-        (part(f"file://{LOCAL}"), ELSEWHERE),
-        (part("https://example.org/a.png"), ELSEWHERE),
-        (part(""), ELSEWHERE),
+        (image_part(LOCAL), ELSEWHERE),
+        (image_part(f"file://{LOCAL}"), ELSEWHERE),
+        (image_part("https://example.org/a.png"), ELSEWHERE),
+        (image_part(""), ELSEWHERE),
         ({"type": "image", "path": LOCAL}, ELSEWHERE),
         ({"type": "image", "image": {"path": LOCAL}}, ELSEWHERE),
         ({"type": "image", "image": {"bytes": None, "path": LOCAL}}, ELSEWHERE),
         ({"type": "input_image", "file_id": "f"}, ELSEWHERE),
         ({"type": "image"}, ELSEWHERE),
-        (part("data:image/png;base64,AAAA"), "not an image"),
-        (part(f"data:image/svg+xml;base64,{SVG}"), "not an image"),
-        (part(URLS[0][:200]), "image"),
-        (part("data:image/png;base64,\ud800"), "image"),
+        (image_part("data:image/png;base64,AAAA"), "not an image"),
+        (image_part(f"data:image/svg+xml;base64,{SVG}"), "not an image"),
+        (image_part(URLS[0][:200]), "image"),
+        (image_part("data:image/png;base64,\ud800"), "image"),
         ({"type": "image_pil", "image_pil": URLS[0]}, "image_pil"),
         ({"type": "text", "text": "<|image_pad|>"}, "0 images, and 1 places"),
     ],
