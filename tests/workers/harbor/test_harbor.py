@@ -1,6 +1,7 @@
 """Tasks in Harbor's format, in the sandbox of this machine."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     export_settings(SandboxConfig(kind="bubblewrap", memory_gib=0.25))
 
 
+def in_sandbox(test: Callable[..., None]) -> Callable[..., None]:
+    return needs_bubblewrap(pytest.mark.usefixtures("sandbox")(test))
+
+
 def begin(folder: Path) -> HarborEnvironment:
     (record,) = records(f"harbor:{folder}")
     environment = HarborEnvironment()
@@ -148,8 +153,7 @@ def test_a_dockerfile_that_containers_ignore_is_named(tasks: Path) -> None:
     )
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 @pytest.mark.parametrize("name", TASKS)
 def test_the_oracle_is_rewarded_by_the_tests(tasks: Path, name: str) -> None:
     observation = begin(tasks / name).solve()
@@ -157,8 +161,7 @@ def test_the_oracle_is_rewarded_by_the_tests(tasks: Path, name: str) -> None:
     assert {"reward": observation.reward, **observation.parts} == TASKS[name][3]
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 def test_the_oracle_has_the_agents_time(tmp_path: Path) -> None:
     """What it has done by then is scored."""
     toml = TOML.replace("30.0", "3.0")
@@ -168,8 +171,7 @@ def test_the_oracle_has_the_agents_time(tmp_path: Path) -> None:
     assert begin(folder).solve().reward == 0.5
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(
     tasks: Path,
 ) -> None:
@@ -186,8 +188,7 @@ def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(
     assert begin(tasks / "sort").step(Turn("")).reward == 0.0
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 def test_the_first_turn_after_the_agents_time_submits(tasks: Path) -> None:
     """Its calls are not made, and the tests score what was there before."""
     environment = begin(tasks / "sort")
@@ -197,8 +198,7 @@ def test_the_first_turn_after_the_agents_time_submits(tasks: Path) -> None:
     assert late.done and late.reward == 1.0
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 def test_work_that_is_not_submitted_has_no_reward_and_its_tests_do_not_run(
     tasks: Path,
 ) -> None:
@@ -229,8 +229,7 @@ def test_a_command_of_the_policy_has_the_time_of_a_command(
     assert environment.step(Turn("")).reward == 0.25
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 def test_a_process_that_the_policy_leaves_does_not_write_the_reward(tasks: Path) -> None:
     """It writes whenever the tests have run, in a session of its own and deaf to signals that can be caught."""
     environment = begin(tasks / "steps")
@@ -245,8 +244,7 @@ def test_a_process_that_the_policy_leaves_does_not_write_the_reward(tasks: Path)
     assert environment.step(Turn("")).reward == 0.25
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 def test_the_sandbox_ends_with_its_episode(tasks: Path) -> None:
     environment = begin(tasks / "sort")
     sandbox = environment._running()
@@ -257,8 +255,7 @@ def test_the_sandbox_ends_with_its_episode(tasks: Path) -> None:
         environment.step(call("true"))
 
 
-@needs_bubblewrap
-@pytest.mark.usefixtures("sandbox")
+@in_sandbox
 @pytest.mark.parametrize(
     "tests",
     [
