@@ -1,12 +1,13 @@
 """Started engines, requests to them, and what they returned, for the tests of a real engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from transformers import AutoTokenizer
 
 from controller.engines.engine_pool import EnginePool, Sample
@@ -14,7 +15,15 @@ from controller.engines.fleet import RestartBudget
 from tests.controller.engines.generation import generate
 from tests.workers.rollout import tiny
 from tests.workers.rollout.probed_actor import ProbedActor
-from workers.config.roles import LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Placed, PlacedImage
+from workers.config.roles import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from workers.engine.requests import (
     EpisodeStart,
     SampleRequest,
@@ -22,10 +31,10 @@ from workers.engine.requests import (
     sample_seed,
 )
 from workers.engine.weights.weight_transfer import pack_weights
+from workers.model.engine import TrainingEngine
 
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
 PREFILL_TOKENS = 512  # of one forward pass: the prompts of most rounds take several
-LONG = SamplingConfig(max_new_tokens=200)
 NO_ADAPTERS = LoraConfig()
 Row = dict[str, np.ndarray]
 
@@ -144,16 +153,43 @@ def rows_of(finished: list[Sample]) -> list[tuple[SampleResult, Row]]:
     return [(result, ray.get(block).row(result.row)) for result, block in finished]
 
 
+def trainer_of(path: Path, **settings: Any) -> TrainingEngine:
+    model = ModelConfig(path=str(path), **settings)
+    return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=9, device="cpu")
+
+
+def fetched(placed: PlacedImage) -> PlacedImage:
+    data = placed.image.data
+    data = data if isinstance(data, bytes) else ray.get(data)
+    return replace(placed, image=replace(placed.image, data=data))
+
+
+def trainer_difference(
+    trainer: TrainingEngine, rows: list[Row], images: Sequence[Placed] = (), behind: int = 0
+) -> float:
+    """Largest difference between the engine's log-probs and the trainer's, whose rows are packed.
+
+    images: of each row. behind: response tokens of each row that are not compared.
+    """
+    columns = ("input_ids", "loss_mask")
+    batch = DataProto.from_list(
+        [{name: torch.tensor(row[name]) for name in columns} for row in rows]
+    )
+    if images:
+        shown = [tuple(map(fetched, placed)) for placed in images]
+        batch.objects["images"] = object_column(shown)
+    log_probs, _ = trainer.log_probs(batch, [(0, len(rows))])
+    sampled = np.concatenate([row["rollout_log_probs"] for row in rows])
+    masks = [row["loss_mask"] & (np.cumsum(row["loss_mask"]) > behind) for row in rows]
+    return float(np.abs(log_probs.numpy() - sampled)[np.concatenate(masks)].max())
+
+
 def largest_difference(
     finished: list[Sample], model: Any, temperature: float = 1.0
 ) -> float:
     """Largest difference between the engine's log-probs and the model's, over all response tokens
     of a round.
     """
-    differences = [
-        np.abs(
-            row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature)
-        )[row["loss_mask"]].max()
-        for _, row in rows_of(finished)
-    ]
-    return float(max(differences))
+    return max(
+        tiny.largest_difference(row, model, temperature) for _, row in rows_of(finished)
+    )

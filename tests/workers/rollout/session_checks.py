@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 
+from tests.workers.rollout import tiny
 from tests.workers.rollout.recorded_actor import Sampled
 from workers.engine.requests import LENGTH, STOP
 
@@ -42,7 +42,7 @@ class Counts:
         return Counts(**(both | {"difference": max(self.difference, other.difference)}))
 
 
-def paths(rows: list[Row]) -> list[Row]:
+def paths(rows: list[Any]) -> list[Any]:
     """The rows to train on."""
     return rows if len(rows) == 1 else rows[1:]
 
@@ -90,7 +90,9 @@ def counts(
             tuple(found) != ids for found, (_, ids, _) in zip(encoded, turns, strict=True)
         ),
         encoded_again=encoded_again(turns, tokenizer),
-        difference=max((difference(row, model) for row in paths(rows)), default=0.0),
+        difference=max(
+            (tiny.largest_difference(row, model) for row in paths(rows)), default=0.0
+        ),
     )
 
 
@@ -119,21 +121,6 @@ def against(
     """
     trained = Counter(turn for rows in rows_of_sessions for turn in turns_of(rows))
     return (engine - trained).total() - dropped, (trained - engine).total()
-
-
-def difference(row: Row, model: Any) -> float:
-    """Largest difference between the engine's log-probs and one forward pass over the whole row."""
-    ids = torch.from_numpy(row["input_ids"].astype(np.int64))
-    with torch.no_grad():
-        found = (
-            model(ids[None], use_cache=False)
-            .logits[0, :-1]
-            .log_softmax(-1)
-            .gather(1, ids[1:, None])[:, 0]
-            .numpy()
-        )
-    mask = row["loss_mask"][1:]
-    return float(np.abs(found - row["rollout_log_probs"][1:])[mask].max(initial=0.0))
 
 
 def table(named: dict[str, Counts]) -> str:

@@ -5,6 +5,7 @@ Only here do images come over HTTP to an engine of a family with a tower.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,25 @@ import numpy as np
 import openai
 import pytest
 import ray
-import torch
 from PIL import Image as Pillow
 from transformers import AutoTokenizer
 
 from tests.workers.rollout import session_checks
-from tests.workers.rollout.engines import LOG_PROB_TOLERANCE
+from tests.workers.rollout.engines import (
+    LOG_PROB_TOLERANCE,
+    trainer_difference,
+    trainer_of,
+)
+from tests.workers.rollout.image_messages import IMAGES, URLS, asks, image_part
 from tests.workers.rollout.recorded_actor import RecordedActor
 from tests.workers.rollout.session_checks import Row
-from tests.workers.rollout.test_image_engine import fetched, trainer_of
 from tests.workers.vision_families import pictures
-from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Placed
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
-from workers.images.images import decode_image, url_of
+from workers.images.images import url_of
 
 TOKENS = 12
-URLS = [url_of(picture) for picture in pictures()]
-DIGESTS = [decode_image(url, "a test", (0, 2**20)).digest for url in URLS]
+DIGESTS = [image.digest for image in IMAGES]
 MORE: Any = {"role": "user", "content": "more?"}
 
 
@@ -58,7 +60,8 @@ class Served:
             trainer_of(model),
             AutoTokenizer.from_pretrained(model),
         )
-        self.seen, self.rows = session_checks.of_engine([]), list[list[Row]]()
+        self.seen: Counter[session_checks.Turn] = Counter()
+        self.rows: list[list[Row]] = []
 
     def call(self, method: str, *arguments: Any) -> Any:
         return ray.get(getattr(self.actor, method).remote(*arguments), timeout=120)
@@ -79,45 +82,27 @@ class Served:
         images = [self.call("session_images", name) for name in names]
         closed = [self.call("close_session", name) for name in names]
         self.rows = rows = [found for found, _ in closed]
-        new = session_checks.of_engine(self.call("recorded")) - self.seen
-        self.seen += new
         dropped = sum(not node["kept"] for _, told in closed for node in told)
-        assert session_checks.against(new, rows, dropped) == (0, 0)
-        for found in rows:
-            assert (
-                session_checks.encoded_again(
-                    list(session_checks.turns_of(found)), self.tokenizer
-                )
-                == 0
-            )
+        assert session_checks.against(self.sampled(), rows, dropped) == (0, 0)
+        for session in rows:
+            turns = list(session_checks.turns_of(session))
+            assert session_checks.encoded_again(turns, self.tokenizer) == 0
         assert self.difference(rows, images) < LOG_PROB_TOLERANCE
         assert [[node["parent"] for node in told] for _, told in closed] == [
             client.parents for client in clients
         ]
         return images
 
+    def sampled(self) -> Counter[session_checks.Turn]:
+        """What the engine finished since the last call."""
+        new = session_checks.of_engine(self.call("recorded")) - self.seen
+        self.seen += new
+        return new
+
     def difference(self, sessions: list[list[Row]], images: list[list[Placed]]) -> float:
-        """Largest difference of the engine's log-probs to the trainer's, with all rows in one packed
-        sequence.
-        """
-        rows = [row for found in sessions for row in session_checks.paths(found)]
-        shown = [
-            placed
-            for found in images
-            for placed in (found if len(found) == 1 else found[1:])
-        ]
-        tensors = [
-            {name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")}
-            for row in rows
-        ]
-        batch = DataProto.from_list(tensors)
-        batch.objects["images"] = object_column(
-            [tuple(map(fetched, placed)) for placed in shown]
-        )
-        log_probs, _ = self.trainer.log_probs(batch, [(0, len(rows))])
-        mask = np.concatenate([row["loss_mask"] for row in rows])
-        sampled = np.concatenate([row["rollout_log_probs"] for row in rows])
-        return float(np.abs(log_probs.numpy() - sampled)[mask].max())
+        rows = [row for session in sessions for row in session_checks.paths(session)]
+        placed = [row for session in images for row in session_checks.paths(session)]
+        return trainer_difference(self.trainer, rows, placed)
 
 
 class Clients:
@@ -152,24 +137,10 @@ def served(ray_session: None, vision_model: Callable[[str], Path]) -> Iterator[S
     ray.kill(found.actor)
 
 
-def shown(*content: Any) -> Any:
-    """A user's message for OpenAI's chats. Numbers are images."""
-
-    def part(each: Any) -> dict[str, Any]:
-        url = URLS[each] if isinstance(each, int) else ""
-        return (
-            {"type": "image_url", "image_url": {"url": url}}
-            if url
-            else {"type": "text", "text": each}
-        )
-
-    return {"role": "user", "content": [part(each) for each in content]}
-
-
 async def two_turns(clients: Clients) -> None:
-    messages = [shown("look: ", 0)]
+    messages = [asks("look: ", 0)]
     (message,) = await clients.chat(messages)
-    messages += [message, shown(1, " and again ", 0)]
+    messages += [message, asks(1, " and again ", 0)]
     (message,) = await clients.chat(messages)
     await clients.chat([*messages, message, MORE])
     clients.parents = [None, 0, 1]
@@ -177,8 +148,8 @@ async def two_turns(clients: Clients) -> None:
 
 async def streamed(clients: Clients) -> None:
     """A stream, then two choices of which each goes on."""
-    messages = [{"role": "system", "content": "short"}, shown(1, "what?")]
-    messages += [*await clients.chat(messages, stream=True), shown(2)]
+    messages = [{"role": "system", "content": "short"}, asks(1, "what?")]
+    messages += [*await clients.chat(messages, stream=True), asks(2)]
     for message in await clients.chat(messages, n=2):
         await clients.chat([*messages, message, MORE], stream=True)
     clients.parents = [None, 0, 0, 1, 2]
@@ -254,16 +225,8 @@ def test_sessions_of_equal_ids_see_their_own_images(served: Served) -> None:
 
     def agent(url: str) -> Callable[[Clients], Any]:
         async def one(clients: Clients) -> None:
-            image = {"type": "image_url", "image_url": {"url": url}}
-            messages = [
-                {
-                    "role": "user",
-                    "content": [
-                        image,
-                        {"type": "text", "text": "which colour is it? " * 3},
-                    ],
-                }
-            ]
+            text = {"type": "text", "text": "which colour is it? " * 3}
+            messages: list[Any] = [{"role": "user", "content": [image_part(url), text]}]
             (message,) = await clients.chat(messages)
             await clients.chat([*messages, message, MORE])
             clients.parents = [None, 0]
@@ -288,17 +251,15 @@ def test_a_session_that_starts_again_is_answered_from_its_record(served: Served)
     asyncio.run(two_turns(Clients(url, key)))
     record = served.call("session_record", "first")
     before, _ = served.call("close_session", "first")
-    served.seen += session_checks.of_engine(served.call("recorded")) - served.seen
+    served.sampled()
     url, key = served.call("open_session", "again", {}, record)
 
     async def again(clients: Clients) -> None:
         await two_turns(clients)
-        await clients.chat([shown("look: ", 2)])
+        await clients.chat([asks("look: ", 2)])
 
     asyncio.run(again(Clients(url, key)))
-    new = session_checks.of_engine(served.call("recorded")) - served.seen
-    served.seen += new
-    assert new.total() == 1
+    assert served.sampled().total() == 1
     rows, told = served.call("close_session", "again")
     assert [node["replayed"] for node in told] == [True, True, True, False]
     assert rows[1]["input_ids"].tolist() == before[0]["input_ids"].tolist()
@@ -311,14 +272,7 @@ def test_an_image_larger_than_texts_may_be_is_served(served: Served) -> None:
     assert len(url) > 400_000
 
     async def one(clients: Clients) -> None:
-        await clients.chat(
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": url}}],
-                }
-            ]
-        )
+        await clients.chat([{"role": "user", "content": [image_part(url)]}])
         with pytest.raises(openai.BadRequestError, match="context length"):
             await clients.chat([{"role": "user", "content": "x" * 400_000}])
         clients.parents = [None]
@@ -326,44 +280,18 @@ def test_an_image_larger_than_texts_may_be_is_served(served: Served) -> None:
     served.play(one)
 
 
-def test_paths_and_urls_are_refused_in_every_api(served: Served, tmp_path: Path) -> None:
+def test_a_path_is_refused_in_every_api(served: Served, tmp_path: Path) -> None:
     pictures()[0].save(tmp_path / "here.png")
+    path = f"file://{tmp_path}/here.png"
     url, key = served.call("open_session", "refused")
-    for place in (
-        f"{tmp_path}/here.png",
-        f"file://{tmp_path}/here.png",
-        f"{url}/v1/models",
-    ):
-        source = {"type": "url", "url": place}
-        bodies = {
-            "chat/completions": {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": place}}],
-                    }
-                ]
-            },
-            "responses": {
-                "input": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "input_image", "image_url": place}],
-                    }
-                ]
-            },
-            "messages": {
-                "max_tokens": 9,
-                "messages": [
-                    {"role": "user", "content": [{"type": "image", "source": source}]}
-                ],
-            },
-        }
-        for route, body in bodies.items():
-            answer = httpx.post(
-                f"{url}/v1/{route}", json={"model": "m"} | body, headers={"x-api-key": key}
-            )
-            assert (answer.status_code, "data: URL" in answer.text) == (400, True), (
-                answer.text
-            )
+    for route, part in {
+        "chat/completions": image_part(path),
+        "responses": {"type": "input_image", "image_url": path},
+        "messages": {"type": "image", "source": {"type": "url", "url": path}},
+    }.items():
+        history = [{"role": "user", "content": [part]}]
+        body = {"model": "m", "max_tokens": 9, "messages": history, "input": history}
+        answer = httpx.post(f"{url}/v1/{route}", json=body, headers={"x-api-key": key})
+        assert answer.status_code == 400, answer.text
+        assert "data: URL" in answer.text, answer.text
     assert served.call("close_session", "refused") == ([], [])

@@ -3,7 +3,7 @@
 Only here are log-probs of images compared with a trainer's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +14,24 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import AutoTokenizer
 
 from controller.engines.engine_pool import Sample
 from tests.workers.rollout import tiny
-from tests.workers.rollout.engines import LOG_PROB_TOLERANCE, Engines, rows_of
+from tests.workers.rollout.engines import (
+    LOG_PROB_TOLERANCE,
+    Engines,
+    rows_of,
+    trainer_difference,
+    trainer_of,
+)
 from tests.workers.vision_families import PLACEHOLDERS, pictures
-from workers.batch.dataproto import DataProto, object_column
-from workers.batch.placed_images import Image, PlacedImage
-from workers.config.roles import ModelConfig, OptimizerConfig
+from workers.batch.placed_images import Image, Placed, PlacedImage
 from workers.engine.image_inputs import _place
 from workers.engine.requests import EpisodeStart, Response, SampleRequest, sample_seed
 from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import DataError, RolloutError
 from workers.images.images import digest_of, png_of
+from workers.images.placeholders import Placeholders
 from workers.model.engine import TrainingEngine
 from workers.model.vision.processor import load_placeholders
 
@@ -60,48 +64,40 @@ class Setup:
     def trainer(self) -> TrainingEngine:
         return trainer_of(self.path, train_vision=True)
 
-    def requests(self, step: int = 0) -> list[SampleRequest]:
-        placeholders, tokenizer = (
-            load_placeholders(str(self.path)),
-            AutoTokenizer.from_pretrained(self.path),
-        )
+    @cached_property
+    def placeholders(self) -> Placeholders:
+        placeholders = load_placeholders(str(self.path))
         assert placeholders is not None
-        found = []
+        return placeholders
+
+    def expand(self, text: str, chosen: Sequence[int]) -> tuple[np.ndarray, Placed]:
+        """Ids of a prompt, with images in the object store."""
+        ids = self.engines.tokenizer(text, add_special_tokens=False)["input_ids"]
+        expanded, placed = self.placeholders.expand(
+            np.array(ids, np.int32), [image(number) for number in chosen], "a test"
+        )
+        return expanded, tuple(
+            replace(each, image=replace(each.image, data=ray.put(each.image.data)))
+            for each in placed
+        )
+
+    def requests(self, step: int) -> list[SampleRequest]:
+        requests = []
         for prompt, (text, chosen) in enumerate(PROMPTS):
-            ids = tokenizer(
-                text.replace("I", PLACEHOLDERS[self.family]), add_special_tokens=False
-            )["input_ids"]
-            expanded, placed = placeholders.expand(
-                np.array(ids, np.int32), [image(i) for i in chosen], "a test"
-            )
-            placed = tuple(
-                replace(each, image=replace(each.image, data=ray.put(each.image.data)))
-                for each in placed
-            )
+            ids, placed = self.expand(text.replace("I", PLACEHOLDERS[self.family]), chosen)
             for sample in range(SAMPLES):
                 seed = sample_seed(0, step, f"p{prompt}", sample)
-                found.append(
-                    SampleRequest(f"p{prompt}", sample, expanded, seed, images=placed)
-                )
-        return found
+                request = SampleRequest(f"p{prompt}", sample, ids, seed, images=placed)
+                requests.append(request)
+        return requests
+
+    def sample(self, step: int) -> list[Sample]:
+        return self.engines.sample(self.requests(step), max_new_tokens=12)
 
     def difference(self, finished: list[Sample], behind: int = 0) -> float:
-        """Largest difference of the engine's log-probs to the trainer's, of tokens behind the first ones."""
-        found = rows_of(finished)
-        rows = [
-            {name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")}
-            for _, row in found
-        ]
-        batch = DataProto.from_list(rows)
-        batch.objects["images"] = object_column(
-            [tuple(map(fetched, result.images)) for result, _ in found]
-        )
-        log_probs, _ = self.trainer.log_probs(batch, [(0, len(rows))])
-        sampled = np.concatenate([row["rollout_log_probs"] for _, row in found])
-        mask = [
-            row["loss_mask"] & (np.cumsum(row["loss_mask"]) > behind) for _, row in found
-        ]
-        return float(np.abs(log_probs.numpy() - sampled)[np.concatenate(mask)].max())
+        rows = [row for _, row in rows_of(finished)]
+        images = [result.images for result, _ in finished]
+        return trainer_difference(self.trainer, rows, images, behind)
 
     def change(self, chosen: Callable[[str], bool]) -> None:
         """Change the trainer's weights."""
@@ -120,21 +116,6 @@ class Setup:
             ray.put(pack_weights(weights)), self.engines.version + 1
         )
         self.engines.version += 1
-
-
-def trainer_of(path: Path, **settings: Any) -> TrainingEngine:
-    model = ModelConfig(path=str(path), **settings)
-    return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=9, device="cpu")
-
-
-def fetched(placed: PlacedImage) -> PlacedImage:
-    data = placed.image.data
-    return replace(
-        placed,
-        image=replace(
-            placed.image, data=data if isinstance(data, bytes) else ray.get(data)
-        ),
-    )
 
 
 def of_tower(name: str) -> bool:
@@ -167,7 +148,7 @@ def setup(
 def test_engines_compute_what_the_trainer_does_before_and_after_updates(
     setup: Setup,
 ) -> None:
-    found = setup.engines.sample(setup.requests(), max_new_tokens=12)
+    found = setup.sample(0)
     assert setup.difference(found) < LOG_PROB_TOLERANCE
     hashes = [result.prompt_hash for result, _ in found[::SAMPLES]]
     assert hashes[0] == hashes[2] and len(set(hashes)) == len(PROMPTS) - 1
@@ -178,17 +159,14 @@ def test_engines_compute_what_the_trainer_does_before_and_after_updates(
     with pytest.raises(RolloutError, match="brought nothing"):
         setup.send(left_out=of_tower)
     setup.send()
-    again = setup.engines.sample(setup.requests(1), max_new_tokens=12)
+    again = setup.sample(1)
     assert setup.difference(again) < LOG_PROB_TOLERANCE
     # Keys and values of requests in flight are kept, those of images are not.
     setup.engines.call("keep_caches", 5)
     setup.change(of_tower)
     assert setup.difference(again) > 100 * LOG_PROB_TOLERANCE
     setup.send()
-    assert (
-        setup.difference(setup.engines.sample(setup.requests(2), max_new_tokens=12))
-        < LOG_PROB_TOLERANCE
-    )
+    assert setup.difference(setup.sample(2)) < LOG_PROB_TOLERANCE
 
 
 def test_a_frozen_tower_is_not_sent_and_stays(setup: Setup) -> None:
@@ -205,10 +183,7 @@ def test_a_frozen_tower_is_not_sent_and_stays(setup: Setup) -> None:
     setup.engines.call("freeze_vision", True)
     setup.change(lambda name: not of_tower(name))
     setup.send(left_out=of_tower)
-    assert (
-        setup.difference(setup.engines.sample(setup.requests(3), max_new_tokens=12))
-        < LOG_PROB_TOLERANCE
-    )
+    assert setup.difference(setup.sample(3)) < LOG_PROB_TOLERANCE
     with pytest.raises(RolloutError, match="brought nothing"):
         setup.send(left_out=lambda name: of_tower(name) or "layers.0" in name)
     setup.engines.call("freeze_vision", False)
@@ -218,16 +193,13 @@ def test_a_frozen_tower_is_not_sent_and_stays(setup: Setup) -> None:
 
 def test_a_sampled_placeholder_is_a_token(setup: Setup) -> None:
     setup.send()
-    placeholders = load_placeholders(str(setup.path))
-    assert placeholders is not None
+    placeholder = setup.placeholders.id
     requests = setup.requests(4)
-    found = setup.engines.sample(
-        requests, max_new_tokens=9, logit_bias={placeholders.id: 8.0}
-    )
+    found = setup.engines.sample(requests, max_new_tokens=9, logit_bias={placeholder: 8.0})
     begun, names = [], ("input_ids", "rollout_log_probs", "weight_versions")
     for _, row in rows_of(found):
         begun.append(Response(*(row[name][row["loss_mask"]] for name in names)))
-    assert sum(int(np.sum(each.ids == placeholders.id)) for each in begun) > 20
+    assert sum(int(np.sum(each.ids == placeholder)) for each in begun) > 20
     continued = [
         replace(request, begun=each) for request, each in zip(requests, begun, strict=True)
     ]
@@ -238,21 +210,12 @@ def test_a_sampled_placeholder_is_a_token(setup: Setup) -> None:
 def test_every_turn_sees_the_images_of_its_observations(setup: Setup) -> None:
     """The prompt has an image, the opening another, the answers to the first two turns have two and one."""
     setup.send()
-    placeholders, tokenizer = (
-        load_placeholders(str(setup.path)),
-        AutoTokenizer.from_pretrained(setup.path),
-    )
-    assert placeholders is not None
     chat = [
         {"role": "user", "content": [{"type": "text", "text": "look: "}, {"type": "image"}]}
     ]
+    tokenizer = setup.engines.tokenizer
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-    expanded, placed = placeholders.expand(ids, [image(0)], "a test")
-    placed = tuple(
-        replace(each, image=replace(each.image, data=ray.put(each.image.data)))
-        for each in placed
-    )
+    expanded, placed = setup.expand(text, [0])
     start = EpisodeStart({"shown": pictures()}, chat, image_key="images")
     requests = [
         SampleRequest(

@@ -67,6 +67,15 @@ def log_probs(
     return np.concatenate([[0.0], picked.numpy()]).astype(np.float32)
 
 
+def largest_difference(
+    row: dict[str, np.ndarray], model: Qwen2ForCausalLM, temperature: float = 1.0
+) -> float:
+    """Between log-probs of a row's trained tokens and the model's, in one forward pass."""
+    expected = log_probs(model, row["input_ids"], temperature)
+    differences = np.abs(row["rollout_log_probs"] - expected)
+    return float(differences[row["loss_mask"]].max(initial=0.0))
+
+
 def log_probs_behind(
     kept: Qwen2ForCausalLM,
     model: Qwen2ForCausalLM,
