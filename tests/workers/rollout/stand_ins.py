@@ -239,13 +239,11 @@ class BareReplica:
     """Instead of a rollout worker: vLLM's worker engine of a backend alone, around a model that keeps what it
     loads.
 
-    dies_at: number of the `load_weights` at which its actor is lost. timeout_s: of a transfer. heard: what it
+    dies_at: number of the `load_weights` at which its actor is lost. heard: what it
     was told, in order. ends: errors with which it left a transfer.
     """
 
-    def __init__(
-        self, backend: str, dies_at: int | None = None, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def __init__(self, backend: str, dies_at: int | None = None) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         from workers.engine.weights.complete_update import TimedNCCLWeightTransferEngine
@@ -261,7 +259,7 @@ class BareReplica:
             if backend == "nccl"
             else WeightTransferEngineFactory._registry[backend]()
         )
-        settings = {TRANSFER_TIMEOUT: timeout_s, FROZEN_VISION: False}
+        settings = {TRANSFER_TIMEOUT: TIMEOUT_S, FROZEN_VISION: False}
         parts = SimpleNamespace(
             parallel_config=None, model_config=None, additional_config=settings
         )
