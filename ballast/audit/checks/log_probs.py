@@ -7,7 +7,13 @@ import numpy as np
 
 from ballast.audit.bundle import Bundle, MissingError
 from ballast.audit.finding import Finding, Problem, failed, passed, unknown
-from ballast.audit.pairs import compare, explain, mean_bound, mini_batch_tokens
+from ballast.audit.pairs import (
+    Selection,
+    compare,
+    explain,
+    mean_bound,
+    mini_batch_tokens,
+)
 from ballast.audit.token_sums import loss_tokens
 
 COLUMNS = ("sampler_logprobs", "old_logprobs", "new_logprobs", "reference_logprobs")
@@ -121,7 +127,7 @@ def check_sampler(bundle: Bundle) -> Finding:
     versions_known = (
         bundle.has("weight_versions") and bundle.facts.weight_version is not None
     )
-    selection = _tokens_at_equal_weights if versions_known else loss_tokens
+    selection: Selection = _tokens_at_equal_weights if versions_known else loss_tokens
     is_of_updates = trainer == "new_logprobs"
     if is_of_updates and bundle.has("mini_batch"):
         selection = mini_batch_tokens(bundle, first=True, among=selection)
