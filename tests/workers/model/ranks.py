@@ -178,7 +178,11 @@ def _run(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout
     )
     try:
-        return function(*arguments)
+        result = function(*arguments)
+        # Else a rank that is still connecting a function's last group loses its peer.
+        if dist.is_initialized():
+            dist.barrier()
+        return result
     finally:
         end_process_groups()
 
