@@ -52,6 +52,9 @@ sys.dont_write_bytecode = False
 # At Python's own thresholds, collections took a fourteenth of the time of runs in a process.
 gc.set_threshold(10_000, 20, 10)
 
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""Environment variables of a rank. Where they are left, TRL's trainer waits for a group that is gone, for ever."""
+
 RAY_FIXTURES = {"ray_session", "ray_of_new_interpreters"}
 RAY_FILES: set[Path] = set()
 """Files with a test that uses this process's Ray session."""
@@ -261,10 +264,12 @@ def fork_servers_stay() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_end() -> Iterator[None]:
-    """With their stores: a module's tests leave hundreds of threads otherwise, each waking a hundred times a
-    second.
+    """With their stores and variables: a module's tests leave hundreds of threads otherwise, each waking a hundred
+    times a second.
     """
     yield
+    for name in RENDEZVOUS:
+        os.environ.pop(name, None)
     if "workers.roles.base" in sys.modules:
         sys.modules["workers.roles.base"]._meeting_point.cache_clear()
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
