@@ -77,13 +77,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(cpu_seconds)
     if hasattr(config, "workerinput"):
-        from tests.shared_servers import use_servers
+        from tests.shared_server import use_server
 
-        use_servers()
+        use_server()
     elif config.getoption("numprocesses", None):
-        from tests.shared_servers import start_servers
+        from tests.shared_server import start_server
 
-        start_servers()
+        start_server()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

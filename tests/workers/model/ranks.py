@@ -58,7 +58,7 @@ class RankPool:
         answers = self._call(function, count, *arguments)
         if any(process.exitcode == -signal.SIGSEGV for process in self._processes):
             warnings.warn(
-                "a rank had a segmentation fault (its stack is in stderr, or in .pytest_cache/forks.log): "
+                "a rank had a segmentation fault (its stack is in stderr, or in .pytest_cache/ranks.log): "
                 "called once more",
                 stacklevel=2,
             )
