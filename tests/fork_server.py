@@ -66,7 +66,6 @@ def start_server() -> str:
     return address
 
 
-@functools.cache
 def import_modules() -> None:
     """Import all but Ray: its library reads the worker's job from the environment when it is loaded."""
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +86,6 @@ def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
         connection, _ = listener.accept()
         with connection:
             message, descriptors, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
-        import_modules()  # at the first request: few tests need it
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -110,4 +108,5 @@ def become_worker(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    import_modules()
     become_worker(*serve(socket.socket(fileno=int(sys.argv[1]))))

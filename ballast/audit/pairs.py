@@ -34,7 +34,10 @@ Selection = Callable[[Bundle], np.ndarray]
 def mini_batch_tokens(
     bundle: Bundle, *, first: bool, among: Selection = loss_tokens
 ) -> Selection:
-    """Select tokens of the first optimiser step, or of the later ones. Raises MissingError without mini_batch."""
+    """Select tokens of the first optimiser step, or of the later ones.
+
+    Raises MissingError without mini_batch.
+    """
     first_number = bundle.row_column("mini_batch").min()
 
     def select(part: Bundle) -> np.ndarray:

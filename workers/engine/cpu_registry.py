@@ -3,8 +3,8 @@
     class of a model --in a new interpreter of ten CPU seconds--> has it states, images, adapters?
                      --here, where the engine imports it anyway-->
 
-The new process keeps CUDA from starting in the one that asks: a CPU's has none to start. vLLM keeps the answer on
-disk, so this is about the first engine of each class of models.
+The new process keeps CUDA from starting in the one that asks, and on CPUs there is none to start. vLLM keeps
+the answer on disk, so this is about the first engine of each class of models.
 """
 
 from collections.abc import Callable

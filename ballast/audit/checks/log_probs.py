@@ -116,7 +116,8 @@ def check_filled(bundle: Bundle) -> Finding:
 def check_sampler(bundle: Bundle) -> Finding:
     """Check that sampler and trainer give the same log-probs at equal weights.
 
-    Without old log-probs, those of the first update are compared: later ones come from weights that have moved.
+    Without old log-probs, those of the first update are compared: later ones come from weights that have
+    moved.
     """
     name = "log_probs.sampler_and_trainer"
     bound = mean_bound(bundle)

@@ -76,8 +76,9 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        # They register kernels, and take the place of vLLM's process.
         import workers.engine.cpu_kernels
-        import workers.engine.cpu_registry  # noqa: F401  takes the place of vLLM's process
+        import workers.engine.cpu_registry  # noqa: F401
 
 
 def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
