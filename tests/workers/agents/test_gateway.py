@@ -449,7 +449,7 @@ def test_a_record_answers_again_without_sampling(served: Served, stream: bool) -
 
 def test_a_session_keeps_to_its_limits(served: Served) -> None:
     access = served.call(
-        "open", "limited", max_turns=17, max_new_tokens=100, min_new_tokens=100
+        "open", "limited", max_turns=17, max_new_tokens=500, min_new_tokens=500
     )
     url, key = (
         f"{access.base_url}/chat/completions",
