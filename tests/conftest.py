@@ -263,6 +263,24 @@ def fork_servers_stay() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def dispatch_modes_end() -> Iterator[None]:
+    """Name the file whose tests leave torch in a dispatch mode, where torch.compile does nothing and says nothing.
+
+    Torch keeps the flag once for all threads: of two that enter modes side by side, the last may put back the other's.
+    """
+    was_on = is_in_dispatch_mode()
+    yield
+    assert was_on or not is_in_dispatch_mode(), (
+        "a test of this file left a dispatch mode on"
+    )
+
+
+def is_in_dispatch_mode() -> bool:
+    modes = sys.modules.get("torch.utils._python_dispatch")
+    return modes is not None and modes.is_in_torch_dispatch_mode(include_infra_modes=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def process_groups_end() -> Iterator[None]:
     """With their stores and variables: a module's tests leave hundreds of threads otherwise, each waking a hundred
     times a second.
