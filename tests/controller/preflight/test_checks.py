@@ -279,7 +279,7 @@ model.router_replay=replay resources.device=cuda
 policy.parallel.context_parallel=8
 policy.parallel.tensor_parallel=4
 policy.parallel.expert_parallel=2
-policy.parallel.pipeline_parallel=2 policy.parallel.virtual_stages=40
+policy.parallel.virtual_stages=40 policy.parallel.pipeline_parallel=2
 model.lora.target_modules=q_proj,c_attn model.lora.rank=4
 model.base_dtype=bfloat16 model.lora.rank=4
 policy.parallel.tensor_parallel=2 model.base_dtype=nf4 model.lora.rank=4

@@ -324,11 +324,12 @@ def _check_pipeline_parallel(
             "(indexer_types), which stages do not. Set it to 1."
         )
     virtual = parallel.virtual_stages
-    if layers < stages * virtual:
-        parts = f" * virtual_stages={virtual}" * (virtual > 1)
+    parts = stages * virtual
+    if layers < parts:
+        setting = f"virtual_stages={virtual}" if virtual > 1 else f"pipeline_parallel={stages}"
         raise UnsupportedModelError(
-            f"{model} has {layers} layers, fewer than the parts of "
-            f"policy.parallel.pipeline_parallel={stages}{parts}. Lower it."
+            f"policy.parallel.{setting}: {model} has {layers} layers, fewer than the {parts} parts of "
+            f"{stages} stages. Lower it."
         )
 
 
