@@ -11,6 +11,9 @@ WORKERS ?= 3
 TWO := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 600 --timeout-method thread -o faulthandler_timeout=300 --max-worker-restart 0
 STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
+# Of the tests that last longest a third, which the commit draws. LONG= runs them all, as CI does.
+LONG ?= --draw-long
+
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
 
 .PHONY: setup fit check test test-slow lint types imports soak bench docs clean
@@ -54,11 +57,11 @@ check: setup
 
 # Three files at a time, whole runs first.
 test: lint
-	$(BIN)/python -m pytest -m "$(QUICK)" $(TWO) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m "$(QUICK)" $(TWO) $(LONG) --durations=10 $(ARGS)
 
 # Properties are tried again on examples that are drawn anew.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu and not soak" --hypothesis-profile=drawn $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "slow and not gpu and not soak" $(LONG) --hypothesis-profile=drawn $(ARGS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -m "hypothesis and not slow and not gpu" --hypothesis-profile=drawn $(TWO) $(ARGS) || [ $$? = 5 ]
 
 # Everything that can be killed is killed in turn; then 200 steps with kills at random moments of the first half, a run

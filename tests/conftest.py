@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests import cpu_seconds
+from tests import cpu_seconds, long_tests
 
 if TYPE_CHECKING:
     from tests.controller.stand_ins.run import StandIns
@@ -61,6 +61,7 @@ RAY_FILES: set[Path] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    long_tests.add_options(parser)
     parser.addoption(
         "--whole",
         action="store_true",
@@ -80,7 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.shared_server import use_server
 
         use_server()
-    elif config.getoption("numprocesses", None):
+        return
+    config.pluginmanager.register(long_tests)
+    if config.getoption("numprocesses", None):
         from tests.shared_server import start_server
 
         start_server()
@@ -112,6 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--whole"):
         leave_cases_to_slow(items, draw_seed(config))
         leave_runs_to_slow(items, draw_seed(config))
+        if config.getoption("--draw-long"):
+            long_tests.leave_long_to_slow(items, long_tests.read_list(), draw_seed(config))
     RAY_FILES.update(item.path for item in items if uses_ray_session(item))
     if config.getoption("--shuffle"):
         shuffle_items(items, config.getoption("--shuffle"))

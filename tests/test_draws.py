@@ -17,6 +17,14 @@ from tests.conftest import (
     parameter_values,
     shuffle_items,
 )
+from tests.long_tests import (
+    LEAST_SECONDS,
+    draw_tests,
+    format_list,
+    leave_long_to_slow,
+    name_test,
+    sum_by_test,
+)
 
 
 class Case:
@@ -128,3 +136,45 @@ def test_a_seed_shuffles_files_and_tests_inside_files_and_keeps_files_whole() ->
         assert all(len(set(files[start : start + 5])) == 1 for start in range(0, 25, 5))
     assert orders[0] == orders[1] != orders[2]
     assert orders[0] != names
+
+
+def long_report(nodeid: str, seconds: float, when: str = "call") -> Any:
+    return SimpleNamespace(nodeid=nodeid, duration=seconds, when=when)
+
+
+def test_long_tests_are_listed_by_their_seconds_without_set_up() -> None:
+    reports = [
+        long_report("tests/test_a.py::test_one", LEAST_SECONDS - 0.1),
+        long_report("tests/test_a.py::test_one", 30, "setup"),
+        long_report("tests/test_a.py::test_two[1/2]", LEAST_SECONDS / 2),
+        long_report("tests/test_a.py::test_two[x]", LEAST_SECONDS),
+        long_report("tests/test_a.py::test_three", 7.2),
+        long_report("tests/end_to_end/test_b.py::test_run", 40),
+        SimpleNamespace(message="a warning"),
+    ]
+    lines = format_list(sum_by_test(reports)).splitlines()
+    assert lines == ["7 tests/test_a.py::test_three", "3 tests/test_a.py::test_two"]
+
+
+@given(count=st.integers(0, 40), seed=st.text(max_size=3))
+def test_one_of_three_long_tests_runs_and_the_others_are_slow(
+    count: int, seed: str
+) -> None:
+    names = [f"tests/test_a.py::test_{number}" for number in range(count)]
+    cases: list[Any] = [Case(f"{name}[{case}]") for name in names for case in "ab"]
+    short: Any = Case("tests/test_a.py::test_short")
+    leave_long_to_slow([*cases, short], names, seed)
+    kept = {name_test(name) for name in quick(cases)}
+    assert kept == draw_tests(names, seed)
+    assert [len(kept & set(names[first : first + 3])) for first in range(0, count, 3)] == [
+        1
+    ] * -(-count // 3)
+    assert len(quick(cases)) == 2 * len(kept)
+    assert quick([short])
+
+
+def test_every_long_test_is_drawn_by_some_commit() -> None:
+    names = [f"tests/test_a.py::test_{number}" for number in range(30)]
+    draws = [draw_tests(names, str(seed)) for seed in range(40)]
+    assert set().union(*draws) == set(names)
+    assert len(set(map(frozenset, draws))) > 30
