@@ -324,12 +324,10 @@ def _check_pipeline_parallel(
             "(indexer_types), which stages do not. Set it to 1."
         )
     virtual = parallel.virtual_stages
-    parts = stages * virtual
-    if layers < parts:
-        setting = f"virtual_stages={virtual}" if virtual > 1 else f"pipeline_parallel={stages}"
+    if layers < stages * virtual:
+        key = f"virtual_stages={virtual}" if virtual > 1 else f"pipeline_parallel={stages}"
         raise UnsupportedModelError(
-            f"policy.parallel.{setting}: {model} has {layers} layers, fewer than the {parts} parts of "
-            f"{stages} stages. Lower it."
+            f"policy.parallel.{key}: {model} has {layers} layers, fewer than its stages' parts. Lower it."
         )
 
 
