@@ -52,9 +52,6 @@ sys.dont_write_bytecode = False
 # At Python's own thresholds, collections took a fourteenth of the time of runs in a process.
 gc.set_threshold(10_000, 20, 10)
 
-RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-"""Environment variables of a rank. Where they are left, TRL's trainer waits for a group that is gone, for ever."""
-
 RAY_FIXTURES = {"ray_session", "ray_of_new_interpreters"}
 RAY_FILES: set[Path] = set()
 """Files with a test that uses this process's Ray session."""
@@ -268,31 +265,25 @@ def fork_servers_stay() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def dispatch_modes_end() -> Iterator[None]:
-    """Name the file whose tests leave torch in a dispatch mode, where torch.compile does nothing and says nothing.
+def variables_end() -> Iterator[None]:
+    """Give later files the environment that this one had: ranks and engines in this process set it for their own.
 
-    Torch keeps the flag once for all threads: of two that enter modes side by side, the last may put back the other's.
+    Where a rank's variables are left, TRL's trainer waits for a group that is gone, for ever. Where an engine's are,
+    torch.compile does nothing.
     """
-    was_on = is_in_dispatch_mode()
+    before = dict(os.environ)
     yield
-    assert was_on or not is_in_dispatch_mode(), (
-        "a test of this file left a dispatch mode on"
-    )
-
-
-def is_in_dispatch_mode() -> bool:
-    modes = sys.modules.get("torch.utils._python_dispatch")
-    return modes is not None and modes.is_in_torch_dispatch_mode(include_infra_modes=False)
+    for name in os.environ.keys() - before:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_end() -> Iterator[None]:
-    """With their stores and variables: a module's tests leave hundreds of threads otherwise, each waking a hundred
+    """With their stores: a module's tests leave hundreds of threads otherwise, each waking a hundred
     times a second.
     """
     yield
-    for name in RENDEZVOUS:
-        os.environ.pop(name, None)
     if "workers.roles.base" in sys.modules:
         sys.modules["workers.roles.base"]._meeting_point.cache_clear()
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
