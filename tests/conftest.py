@@ -275,7 +275,8 @@ def variables_end() -> Iterator[None]:
     yield
     for name in os.environ.keys() - before:
         del os.environ[name]
-    os.environ.update(before)
+    # Not all of them: a library that reads one while another thread sets one may crash the process.
+    os.environ.update(before.items() - os.environ.items())
 
 
 @pytest.fixture(scope="module", autouse=True)

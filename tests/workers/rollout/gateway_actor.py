@@ -85,6 +85,10 @@ class GatewayActor(ProbedActor):
     async def of_engine(self, name: str) -> list[list[int]]:
         return self.sampled.get(name, [])
 
+    async def count_abandoned(self, name: str) -> int:
+        """Return how many requests of the session the gateway knows to be without their client."""
+        return sum(exchange.abandoned for exchange in self.gateway._open[name].exchanges)
+
     async def count_unfinished(self) -> int:
         """Return the number of requests that the engine works on."""
         return len(self.engine.output_processor.request_states)
