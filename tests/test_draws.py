@@ -19,6 +19,7 @@ from tests.conftest import (
 )
 from tests.long_tests import (
     LEAST_SECONDS,
+    ONE_OF,
     draw_tests,
     format_list,
     leave_long_to_slow,
@@ -153,22 +154,19 @@ def test_long_tests_are_listed_by_their_seconds_without_set_up() -> None:
         SimpleNamespace(message="a warning"),
     ]
     lines = format_list(sum_by_test(reports)).splitlines()
-    assert lines == ["7 tests/test_a.py::test_three", "3 tests/test_a.py::test_two"]
+    assert lines == ["7 tests/test_a.py::test_three", "2 tests/test_a.py::test_two"]
 
 
 @given(count=st.integers(0, 40), seed=st.text(max_size=3))
-def test_one_of_three_long_tests_runs_and_the_others_are_slow(
-    count: int, seed: str
-) -> None:
+def test_one_of_four_long_tests_runs_and_the_others_are_slow(count: int, seed: str) -> None:
     names = [f"tests/test_a.py::test_{number}" for number in range(count)]
     cases: list[Any] = [Case(f"{name}[{case}]") for name in names for case in "ab"]
     short: Any = Case("tests/test_a.py::test_short")
     leave_long_to_slow([*cases, short], names, seed)
     kept = {name_test(name) for name in quick(cases)}
     assert kept == draw_tests(names, seed)
-    assert [len(kept & set(names[first : first + 3])) for first in range(0, count, 3)] == [
-        1
-    ] * -(-count // 3)
+    fours = [names[first : first + ONE_OF] for first in range(0, count, ONE_OF)]
+    assert [len(kept & set(four)) for four in fours] == [1] * len(fours)
     assert len(quick(cases)) == 2 * len(kept)
     assert quick([short])
 
