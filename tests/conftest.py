@@ -90,6 +90,16 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"cases of matrices: {'all' if config.getoption('--whole') else f'drawn, --draw {draw_seed(config)}'}"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell what was left out: the header, which names the draw, is not shown with -q."""
+    if terminalreporter.config.getoption("--draw-long"):
+        seed = draw_seed(terminalreporter.config)
+        terminalreporter.write_line(
+            f"of {len(long_tests.read_list())} long tests a quarter, drawn by --draw {seed}; "
+            "`make test LONG=` runs them all"
+        )
+
+
 def draw_seed(config: pytest.Config) -> str:
     """The same commit draws the same cases, and the next one others."""
     return config.getoption("--draw") or commit()
