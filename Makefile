@@ -11,7 +11,7 @@ WORKERS ?= 3
 TWO := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 600 --timeout-method thread -o faulthandler_timeout=300 --max-worker-restart 0
 STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-# Of the tests that last longest a quarter, which the commit draws. LONG= runs them all, as CI does.
+# Of the tests that last longest a sixth, which the commit draws. LONG= runs them all, as CI does.
 LONG ?= --draw-long
 
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once

@@ -95,7 +95,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.config.getoption("--draw-long"):
         seed = draw_seed(terminalreporter.config)
         terminalreporter.write_line(
-            f"of {len(long_tests.read_list())} long tests a quarter, drawn by --draw {seed}; "
+            f"of {len(long_tests.read_list())} long tests a sixth, drawn by --draw {seed}; "
             "`make test LONG=` runs them all"
         )
 

@@ -1,7 +1,7 @@
-"""A quarter of the tests that last longest is drawn by the commit for `make test`. CI runs them all.
+"""A sixth of the tests that last longest is drawn by the commit for `make test`. CI runs them all.
 
     pytest --write-long --> long_tests.txt: seconds and name of each test of at least 1 s
-    pytest --draw-long ---> three of four of them, next to each other in the list, are marked as slow
+    pytest --draw-long ---> five of six of them, next to each other in the list, are marked as slow
 
 Whole runs in tests/end_to_end have a draw of their own, in conftest.
 """
@@ -15,14 +15,14 @@ import pytest
 
 LIST = Path(__file__).with_name("long_tests.txt")
 LEAST_SECONDS = 1.0
-ONE_OF = 4
+ONE_OF = 6
 
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--draw-long",
         action="store_true",
-        help="leave three of four of the longest tests to `make test-slow`",
+        help="leave five of six of the longest tests to `make test-slow`",
     )
     parser.addoption(
         "--write-long", action="store_true", help=f"write {LIST.name} from this run"
@@ -60,10 +60,10 @@ def read_list() -> list[str]:
 
 
 def draw_tests(names: Sequence[str], seed: str) -> set[str]:
-    """Return one of each four. Neighbours last alike, and so do all draws."""
+    """Return one of each six. Neighbours last alike, and so do all draws."""
     generator = random.Random(f"{seed} long tests")
-    fours = [names[first : first + ONE_OF] for first in range(0, len(names), ONE_OF)]
-    return {generator.choice(four) for four in fours}
+    groups = [names[first : first + ONE_OF] for first in range(0, len(names), ONE_OF)]
+    return {generator.choice(group) for group in groups}
 
 
 def leave_long_to_slow(

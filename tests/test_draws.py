@@ -158,15 +158,15 @@ def test_long_tests_are_listed_by_their_seconds_without_set_up() -> None:
 
 
 @given(count=st.integers(0, 40), seed=st.text(max_size=3))
-def test_one_of_four_long_tests_runs_and_the_others_are_slow(count: int, seed: str) -> None:
+def test_one_of_six_long_tests_runs_and_the_others_are_slow(count: int, seed: str) -> None:
     names = [f"tests/test_a.py::test_{number}" for number in range(count)]
     cases: list[Any] = [Case(f"{name}[{case}]") for name in names for case in "ab"]
     short: Any = Case("tests/test_a.py::test_short")
     leave_long_to_slow([*cases, short], names, seed)
     kept = {name_test(name) for name in quick(cases)}
     assert kept == draw_tests(names, seed)
-    fours = [names[first : first + ONE_OF] for first in range(0, count, ONE_OF)]
-    assert [len(kept & set(four)) for four in fours] == [1] * len(fours)
+    groups = [names[first : first + ONE_OF] for first in range(0, count, ONE_OF)]
+    assert [len(kept & set(group)) for group in groups] == [1] * len(groups)
     assert len(quick(cases)) == 2 * len(kept)
     assert quick([short])
 
