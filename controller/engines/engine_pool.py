@@ -9,6 +9,7 @@ engines at once, and to its replacement once it has the current weights (`contro
 `pump` serves several generations at a time, such as training's and a validation's.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -54,7 +55,7 @@ class PartialResponses:
             self._asked[replica] = actors[replica].partial_responses.remote()
 
     def last(self, replica: int) -> dict[int, Partial]:
-        """Remove and return a lost engine's snapshot, by seed."""
+        """Remove and return a lost engine's snapshot, by attempt."""
         refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 
@@ -123,6 +124,7 @@ class EnginePool(RolloutEngines):
         self.catch_up: Callable[[], None] = lambda: None
         """Brings the current weights to replacements, if no engine is left that has them."""
         self._generations: list[Generation] = []
+        self._request_attempts = itertools.count()
         self._partial = PartialResponses()
         self._pumped = time.monotonic()
         self._idle_s = 0.0
@@ -138,7 +140,10 @@ class EnginePool(RolloutEngines):
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
         """Start a generation: submit requests to its router at any time, and call `pump`."""
         router = Router(
-            self.fleet.size, self._config.max_concurrent, self._config.max_retries
+            self.fleet.size,
+            self._config.max_concurrent,
+            self._config.max_retries,
+            self._request_attempts,
         )
         self._generations.append(Generation(router, sampling, on_results))
         return self._generations[-1]
@@ -199,7 +204,7 @@ class EnginePool(RolloutEngines):
             generation.router.replica_lost(replica, partials)
 
     def partial_responses(self) -> dict[int, Partial]:
-        """Return unfinished responses and sessions by seed, from engines that answer in time."""
+        """Return unfinished responses and sessions by attempt, from engines that answer in time."""
         refs = [
             self.actors[replica].partial_responses.remote()
             for replica in self.fleet.serving

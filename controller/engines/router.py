@@ -10,8 +10,9 @@ Invariants: every submitted request is waiting, outstanding on exactly one repli
 replica holds more than `max_concurrent`. No request fails more than `1 + max_retries` times.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
@@ -54,7 +55,14 @@ class Router:
     dropped: last failure of each dropped sample. retried: failures after which a sample was tried again.
     """
 
-    def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
+    def __init__(
+        self,
+        replicas: int,
+        max_concurrent: int,
+        max_retries: int,
+        attempts: Iterator[int] | None = None,
+    ) -> None:
+        """attempts: numbers for the requests of all generations, None for this one's own."""
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
         self.dropped: list[SampleResult] = []
@@ -62,6 +70,7 @@ class Router:
         self._replicas = [_Replica() for _ in range(replicas)]
         self._waiting: deque[_Ticket] = deque()
         self._keys: set[Key] = set()
+        self._attempts = itertools.count() if attempts is None else attempts
 
     @property
     def done(self) -> bool:
@@ -117,6 +126,7 @@ class Router:
                 passed.append(heappop(heap))
             if heap:
                 index = heappop(heap)[-1]
+                ticket.request = replace(ticket.request, attempt=next(self._attempts))
                 self._replicas[index].put(ticket)
                 assigned.setdefault(index, []).append(ticket.request)
                 if self.outstanding(index) < self.max_concurrent:
@@ -168,11 +178,12 @@ class Router:
     ) -> None:
         """Put the lost replica's requests at the head of the queue, without counting a retry.
 
-        responses: partial responses and sessions by seed, from which they are continued.
+        responses: partial responses and sessions by attempt, from which they are continued. Not by seed: each
+        validation has the last one's, and clients may give all requests one.
         """
         lost, self._replicas[replica] = self._replicas[replica], _Replica()
         for ticket in lost.outstanding.values():
-            if (response := responses.get(ticket.request.seed)) is not None:
+            if (response := responses.get(ticket.request.attempt)) is not None:
                 ticket.request = replace(ticket.request, begun=response)
         self._waiting.extendleft(reversed(list(lost.outstanding.values())))
 

@@ -121,7 +121,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
             request for request in self._generation.router.unfinished if request.uid in uids
         ]
         partials = {
-            request.seed: now.get(request.seed, request.begun) for request in requests
+            request.seed: now.get(request.attempt, request.begun) for request in requests
         }
         return {
             seed: response for seed, response in partials.items() if response is not None

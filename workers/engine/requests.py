@@ -124,7 +124,7 @@ class SampleRequest:
     None for a single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of
     memory serve the lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None
     for no limit. images: of the prompt, expanded in `prompt_ids`. adapter: version in which a LoRA policy was
-    published, 0 for the base model.
+    published, 0 for the base model. attempt: a number of its own for each time that an engine gets a request.
     """
 
     uid: str
@@ -138,6 +138,7 @@ class SampleRequest:
     timeout_s: float | None = None
     images: tuple[PlacedImage, ...] = ()
     adapter: int = 0
+    attempt: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

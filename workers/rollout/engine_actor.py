@@ -285,7 +285,7 @@ class VllmEngineActor:
         return await self._player.play(request, sampling)
 
     async def partial_responses(self) -> dict[int, Response | SessionRecord]:
-        """Return what another engine can continue, by its request's seed: responses and sessions, not
+        """Return what another engine can continue, by attempt: responses and sessions, not
         episodes.
         """
         unfinished = unfinished_responses(self.engine)

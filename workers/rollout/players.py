@@ -122,7 +122,7 @@ class AgentPlayer:
         self._agents = agents
         self._front = front
         self._needs_reward = needs_reward
-        self._sessions: dict[int, Session] = {}  # open ones, by their requests' seeds
+        self._sessions: dict[int, Session] = {}  # open ones, by attempt
 
     async def play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         """Let the agent ask the policy. Raises EpisodeError if it received no answer."""
@@ -149,7 +149,7 @@ class AgentPlayer:
             record=takeover.record,
             goes_on=takeover.goes_on,
         )
-        self._sessions[request.seed] = session
+        self._sessions[request.attempt] = session
         ended = asyncio.Event()
         access = self._gateway.open(
             session,
@@ -175,7 +175,7 @@ class AgentPlayer:
             # An engine that is dying takes agents with it.
             await wait_while_alive(self._engine, self._engine.get_weight_version())
         finally:
-            del self._sessions[request.seed]
+            del self._sessions[request.attempt]
             await self._gateway.close(session)
         if self._engine.errored:
             raise EngineDeadError()
@@ -186,8 +186,8 @@ class AgentPlayer:
         )
 
     def records(self) -> dict[int, SessionRecord]:
-        """Return the open sessions, by their requests' seeds."""
-        return {seed: session.snapshot() for seed, session in self._sessions.items()}
+        """Return the open sessions, by attempt."""
+        return {attempt: session.snapshot() for attempt, session in self._sessions.items()}
 
     async def _run_agent(
         self, request: SampleRequest, access: Access, ended: asyncio.Event

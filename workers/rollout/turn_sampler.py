@@ -123,12 +123,12 @@ class TurnSampler:
         return response
 
     def partial_responses(self, unfinished: Mapping[str, Response]) -> dict[int, Response]:
-        """Return the responses of single turns, by their requests' seeds. unfinished: by vLLM's name."""
+        """Return the responses of single turns, by attempt. unfinished: by vLLM's name."""
         responses = {}
         for name, response in unfinished.items():
             request = self._under_way.get(name)
             if request is not None and request.start is None:
-                responses[request.seed] = response.after(request.begun)
+                responses[request.attempt] = response.after(request.begun)
         return responses
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from controller.engines.engine_pool import EnginePool, Sample
+from controller.engines.engine_pool import EnginePool, PartialResponses, Sample
 from controller.engines.fleet import RestartBudget
 from tests.controller.engines.generation import generate
 from tests.end_to_end.processes import living
@@ -23,14 +23,17 @@ from workers.config.roles import RolloutConfig, SamplingConfig
 from workers.engine.requests import ERROR, Response, SampleRequest, SampleResult
 from workers.errors import RolloutError
 
+TOKEN = Response(np.ones(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.int32))
+
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
 class ScriptedEngine:
     """Answers every request with its seed as the only token, one by one, except as told.
 
-    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "freeze" (the process),
-    "raise" (the stream), "hang" (for good, and health with it), "think" (for 3 s, in health). One that was
-    started in another's place has no script.
+    script: uid -> what happens: "fail", "die" (the process), "freeze" (the process), "raise" (the stream),
+    "hang" (for good, and health with it), "think" (for 3 s, in health), two of them ("think and die"), or
+    another when it is tried again ("fail, then answer"). One that was started in another's place has no
+    script.
     """
 
     def __init__(self, index: int, script: dict[str, str]) -> None:
@@ -41,6 +44,7 @@ class ScriptedEngine:
         self.running = self.most_running = 0
         self.loaded: list[tuple[int, int]] = []
         self.asked = 0
+        self.unfinished: dict[int, Response] = {}
 
     async def start(self) -> None:
         if self.script.get("start") == "raise":
@@ -52,28 +56,34 @@ class ScriptedEngine:
         self.running += len(requests)
         self.most_running = max(self.most_running, self.running)
         for request in requests:
+            self.unfinished[request.attempt] = TOKEN.after(request.begun)
             await asyncio.sleep(0.002)
-            self.hung = self.script.get(request.uid) == "hang"
+            action = self.next_action(request.uid)
+            self.hung = action == "hang"
             if self.hung:
                 await asyncio.sleep(1000)
-            if self.script.get(request.uid) == "think":
+            if "think" in action:
                 await asyncio.sleep(3)
-            block, result = self.answer(request)
+            block, result = self.answer(request, action)
             self.running -= 1
             yield block
             yield [result]
 
-    def answer(self, request: SampleRequest) -> tuple[DataProto, SampleResult]:
-        self.tries[request.uid] += 1
-        action = self.script.get(request.uid)
-        if action == "die":
+    def next_action(self, uid: str) -> str:
+        actions = self.script.get(uid, "").split(", then ")
+        self.tries[uid] += 1
+        return actions[min(self.tries[uid], len(actions)) - 1]
+
+    def answer(self, request: SampleRequest, action: str) -> tuple[DataProto, SampleResult]:
+        if "die" in action:
             os._exit(1)
         if action == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         if action == "raise":
             raise RuntimeError("engine dead")
         tokens = len(request.prompt_ids)
-        if action == "fail" or (action == "fail once" and self.tries[request.uid] == 1):
+        response = self.unfinished.pop(request.attempt)
+        if "fail" in action:
             reason = f"refused by {self.index}"
             return DataProto.from_rows([]), SampleResult(
                 request.uid,
@@ -89,14 +99,20 @@ class ScriptedEngine:
         )
         version = self.loaded[-1][1] if self.loaded else 0
         return block, SampleResult(
-            request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0
+            request.uid,
+            request.sample,
+            tokens,
+            len(response.ids),
+            "stop",
+            weight_version=version,
+            row=0,
         )
 
     async def alive(self) -> None:
         pass
 
     async def partial_responses(self) -> dict[int, Response]:
-        return {}
+        return dict(self.unfinished)
 
     async def health(self) -> None:
         self.asked += 1
@@ -213,7 +229,7 @@ def test_results_come_in_the_order_of_the_requests_and_no_engine_has_more_than_m
 
 
 def test_a_failing_sample_is_tried_elsewhere_and_then_dropped_alone(engines) -> None:
-    script = {"b": "fail", "c": "fail once"}
+    script = {"b": "fail", "c": "fail, then answer"}
     started = engines(script, script, max_retries=2)
     finished, router = generate(started.pool, requests_for("abd"), SamplingConfig())
     assert [result.uid for result, _ in finished] == ["a", "d"]
@@ -255,6 +271,46 @@ def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_
         started.sample("z")
     assert versions_of(started.sample("habcdefgijkl")) == {5}
     assert started.facts(0)["loaded"] == [(6, 5)] and started.facts(0)["most_running"] > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "rounds", "tokens"),
+    [
+        ("think and die", 1, 2),
+        ("think and fail, then die", 1, 1),
+        ("think, then die", 2, 1),
+    ],
+)
+def test_a_lost_engines_request_goes_on_from_its_own_tokens_alone(
+    engines, monkeypatch: pytest.MonkeyPatch, script: str, rounds: int, tokens: int
+) -> None:
+    """A seed comes again: in another try, or in each validation, whose weights differ.
+
+    The engine is asked for what it has begun while it thinks, and dies before it is asked again.
+    """
+    started = engines({"a": script}, max_retries=1)
+    ask = PartialResponses.look
+
+    def ask_once(partial: PartialResponses, actors: Any) -> None:
+        if actors and not partial._asked:
+            ask(partial, actors)
+
+    monkeypatch.setattr("controller.engines.engine_pool.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(PartialResponses, "look", ask_once)
+    for _ in range(rounds):
+        finished, _ = generate(started.pool, requests_for("a"), SamplingConfig())
+    assert [result.response_tokens for result, _ in finished] == [tokens]
+    assert started.pool.fleet.budget.engines == 1
+
+
+def test_requests_of_two_generations_are_told_apart(engines) -> None:
+    pool = engines({}).pool
+    generations = [pool.begin(SamplingConfig(), lambda *_: None) for _ in range(2)]
+    attempts = set[int]()
+    for generation in generations:
+        generation.router.submit(requests_for("ab"))
+        attempts |= {request.attempt for request in generation.router.assign([0])[0]}
+    assert len(attempts) == 4
 
 
 def test_a_round_waits_for_the_engine_in_the_only_ones_place_and_it_samples_with_the_current_weights(

@@ -37,6 +37,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.at: dict[str, int] = {}
         self.finished: set[str] = set()
         self.failures: dict[str, int] = {}
+        self.attempts: set[int] = set()
         self.lost: set[int] = set()
 
     @rule(sizes=st.lists(st.integers(1, 9), max_size=8))
@@ -59,6 +60,8 @@ class RouterMachine(RuleBasedStateMachine):
                     f".{n}" if (n := self.failures.get(given.uid)) else ""
                 )
                 self.at[given.uid] = replica
+                assert given.attempt not in self.attempts
+                self.attempts.add(given.attempt)
 
     @precondition(lambda self: self.at)
     @rule(data=st.data())
@@ -161,12 +164,12 @@ def test_a_lost_replicas_requests_go_first_and_on_after_their_beginnings_and_cos
     None
 ):
     router = Router(2, max_concurrent=1, max_retries=0)
-    router.submit([replace(request(name), seed=seed) for seed, name in enumerate("abc")])
-    router.assign({0, 1})
+    router.submit([request(name) for name in "abc"])  # of one seed
+    attempts = [assigned[0].attempt for assigned in router.assign({0, 1}).values()]
     begun = Response(
         np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32)
     )
-    router.replica_lost(0, {0: begun, 1: begun})
+    router.replica_lost(0, dict.fromkeys(attempts, begun))
     router.finish(1, success("b"))
     ((again,),) = router.assign({1}).values()
     assert (again.uid, again.begun, router.dropped) == ("a", begun, [])

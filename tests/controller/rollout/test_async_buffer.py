@@ -197,7 +197,7 @@ def interrupted(run: LocalRun) -> AsyncRolloutBuffer:
         np.array([0, 1], np.int32),
     )
     run.engines.parts = {
-        request.seed: part for request in buffer._generation.router.unfinished
+        request.attempt: part for request in buffer._generation.router.unfinished
     }
     return buffer
 

@@ -296,11 +296,16 @@ def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engin
     new, before = tiny.random_model(8), engines.load(tiny.random_model(7))
     parts: dict[int, Response] = {}
     requests = requests_for(32, samples=4)
-    engines.sample(
-        requests,
-        lambda *_: parts.update(parts or engines.call("partial_responses")),
-        max_new_tokens=200,
-    )
+
+    def keep_once(*_: object) -> None:
+        if not parts:
+            (generation,) = engines.pool._generations
+            begun = engines.call("partial_responses")
+            for request in generation.router.unfinished:
+                if request.attempt in begun:
+                    parts[request.seed] = begun[request.attempt]
+
+    engines.sample(requests, keep_once, max_new_tokens=200)
     assert parts and all(
         len(part.ids) == len(part.log_probs) == len(part.versions)
         for part in parts.values()
