@@ -12,6 +12,7 @@ Calls return futures at once. Training and sampling go on side by side, each in 
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -81,6 +82,7 @@ class OpenRun:
         self._step = ExitStack()
         self._rows = list[dict[str, float]]()
         self._published = set[str]()
+        self._sampled = Counter[tuple[int, str]]()  # samples by step and uid
         run.record.shows_all = True
         self._begin_step()
 
@@ -126,10 +128,12 @@ class OpenRun:
         """Sample each prompt `n` times, and score the samples by the configured rewards.
 
         prompts: from `prompts`, token ids, or texts, chat messages and records as in data.train. sampling:
-        replaces rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. record:
-        whether the step's record has them. adapter: a published LoRA policy, or empty for the base model of
-        several. version: of the policy, as `publish` returned it, one of the newest model.lora.versions, None
-        for the newest. Raises DataError for a prompt above data.max_prompt_tokens.
+        replaces rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. Without it
+        each call has samples of its own. record: whether the step's record has them. adapter: a published
+        LoRA policy, or empty for the base model of several. version: of the policy, as `publish` returned it,
+        one of the newest model.lora.versions, None for the newest.
+
+        Raises DataError for a prompt above data.max_prompt_tokens.
         """
         if version is not None and not adapter:
             raise ConfigError(
@@ -144,6 +148,8 @@ class OpenRun:
         step = self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in parsed_prompts}
         settings = sampling or self.config.rollout.sampling
+        earlier = {uid: self._sampled[step, uid] for uid in by_uid}
+        self._sampled.update({(step, uid): n for uid in by_uid})
         begin = partial(
             SamplingRound,
             run.buffer,
@@ -154,6 +160,7 @@ class OpenRun:
             seed,
             adapter,
             version,
+            earlier,
         )
         future = self._lanes.sample(begin, adapter)
         return then(future, partial(self._make_samples, by_uid, record))

@@ -8,6 +8,7 @@ prompts -> requests -> engines --sample by sample--> rewards -> baseline, shapin
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ from workers.batch.remote_batch import RemoteBatch, store_images
 from workers.batch.score import Score
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
+
+NONE_EARLIER: Mapping[str, int] = MappingProxyType({})
 
 
 class RolloutBuffer:
@@ -352,14 +355,16 @@ class SamplingRound:
         seed: int | None = None,
         adapter: str = "",
         version: int | None = None,
+        earlier: Mapping[str, int] = NONE_EARLIER,
     ) -> None:
-        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid.
+        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid,
+        after the `earlier` ones of this step, a number by uid.
 
         adapter, version: a LoRA policy and its published weights. Raises ConfigError if engines do not have
         them.
         """
         self.adapter = buffer.roles.rollouts.adapter(adapter, version) if adapter else 0
-        requests = sample_requests(buffer.config, prompts, samples, step)
+        requests = sample_requests(buffer.config, prompts, samples, step, earlier)
         self.requests = (
             [replace(request, adapter=self.adapter) for request in requests]
             if adapter
@@ -416,9 +421,16 @@ class SamplingRound:
 
 
 def sample_requests(
-    config: Config, prompts: Sequence[Prompt], samples: int, step: int
+    config: Config,
+    prompts: Sequence[Prompt],
+    samples: int,
+    step: int,
+    earlier: Mapping[str, int] = NONE_EARLIER,
 ) -> list[SampleRequest]:
-    """Return `samples` requests per prompt, group by group, sharing their arrays and images."""
+    """Return `samples` requests per prompt, group by group, sharing their arrays and images.
+
+    earlier: samples by uid that the step has already, whose seeds are not taken again.
+    """
     image_refs: dict[int, ObjectRef] = {}
     shared = [
         (prompt, _start(config, prompt), store_images(prompt.images, image_refs))
@@ -429,7 +441,7 @@ def sample_requests(
             prompt.uid,
             i,
             prompt.ids,
-            sample_seed(config.run.seed, step, prompt.uid, i),
+            sample_seed(config.run.seed, step, prompt.uid, earlier.get(prompt.uid, 0) + i),
             start,
             images=images,
         )

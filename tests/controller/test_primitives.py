@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import ballast
 from ballast.loop.open_run import OpenRun
 from controller.observability.run_folder import RunFolder
+from controller.primitives import Samples
 from tests.benchmarks.own_loop import grpo
 from tests.controller.stand_ins.run import StandIns
 from tests.documentation.blocks import ROOT, blocks_of
@@ -125,6 +126,25 @@ def test_runs_that_are_closed_leave_no_threads_of_process_groups(opened: Open) -
             run.save("one").result()
         found.append(gloo_loops())
     assert found[0] > 0 and len({*found}) == 1
+
+
+def responses(samples: Samples) -> list[list[int]]:
+    return [sequence.ids.tolist() for sequence in samples.sequences]
+
+
+def test_prompts_that_are_sampled_again_in_a_step_get_other_samples(opened: Open) -> None:
+    """The same calls have the same samples in another run, and a seed gives the same in each call."""
+    runs = []
+    for name in ("one", "other"):
+        with opened(f"run.name={name}") as run:
+            prompts = run.prompts(2)
+            calls = [run.sample(prompts, n=2, seed=seed) for seed in (None, None, 5, 5)]
+            runs.append([responses(call.result()) for call in calls])
+    assert runs[0] == runs[1]
+    first, second, seeded, again = runs[0]
+    assert first != second
+    assert seeded == again
+    assert seeded not in (first, second)
 
 
 def test_means_of_two_batches_and_rows_given_twice_are_refused(opened: Open) -> None:

@@ -88,7 +88,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     batches: list[RemoteBatch] = []
 
     async def grow(player: AgentPlayer, request: SampleRequest, *_: Any) -> Score:
-        session = sessions[request.key] = player._sessions[request.seed]
+        session = sessions[request.key] = player._sessions[request.attempt]
         place = 2 * int(request.uid) % 4 + request.sample
         rng, nodes = np.random.default_rng(place), list[Node]()
         for extended, reward in [*TREES[place], DROPPED]:
