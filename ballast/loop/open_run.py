@@ -82,7 +82,7 @@ class OpenRun:
         self._step = ExitStack()
         self._rows = list[dict[str, float]]()
         self._published = set[str]()
-        self._sampled = Counter[tuple[int, str]]()  # samples by step and uid
+        self._sampled = dict[int, Counter[str]]()  # of the last step: samples by uid
         run.record.shows_all = True
         self._begin_step()
 
@@ -148,8 +148,7 @@ class OpenRun:
         step = self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in parsed_prompts}
         settings = sampling or self.config.rollout.sampling
-        earlier = {uid: self._sampled[step, uid] for uid in by_uid}
-        self._sampled.update({(step, uid): n for uid in by_uid})
+        earlier = self._count_samples(step, prompts, n)
         begin = partial(
             SamplingRound,
             run.buffer,
@@ -346,6 +345,16 @@ class OpenRun:
             ),
             uid=uid,
         )
+
+    def _count_samples(self, step: int, prompts: Sequence[Any], n: int) -> dict[str, int]:
+        """Return by uid how many samples earlier calls of the step have. Texts and token ids get new uids."""
+        if step not in self._sampled:
+            self._sampled = {step: Counter()}
+        counts = self._sampled[step]
+        uids = [prompt.uid for prompt in prompts if isinstance(prompt, Prompt)]
+        earlier = {uid: counts[uid] for uid in uids}
+        counts.update(dict.fromkeys(uids, n))
+        return earlier
 
     def _make_samples(
         self, by_uid: Mapping[str, Prompt], record: bool, sampled_batch: RolloutBatch

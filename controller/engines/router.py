@@ -62,7 +62,7 @@ class Router:
         max_retries: int,
         attempts: Iterator[int] | None = None,
     ) -> None:
-        """attempts: numbers for the requests of all generations, None for this one's own."""
+        """attempts: counts those of all generations of a pool, None for this one's alone."""
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
         self.dropped: list[SampleResult] = []
